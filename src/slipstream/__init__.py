@@ -1,0 +1,60 @@
+"""Slipstream: asynchronous deep reinforcement learning. Many actors, one policy, never a torn weight.
+
+    import slipstream as ss
+    run = ss.train("CartPole-v1", update="lock", total_steps=200_000)
+    policy = ss.load(run)
+    action = policy.act(observation)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from slipstream.config import Run
+    from slipstream.errors import ConfigError, Interrupted, RunFailed, SlipstreamError
+    from slipstream.evaluate import Evaluation, Policy, evaluate, load
+    from slipstream.replay_run import Replay, replay
+    from slipstream.train import Result, resume, train
+
+_PLACES = {
+    "train": "train", "resume": "train", "Result": "train",
+    "load": "evaluate", "evaluate": "evaluate", "Policy": "evaluate", "Evaluation": "evaluate",
+    "replay": "replay_run", "Replay": "replay_run",
+    "Run": "config",
+    "ConfigError": "errors", "Interrupted": "errors", "RunFailed": "errors", "SlipstreamError": "errors",
+}  # fmt: skip
+
+__all__ = [
+    "ConfigError",
+    "Evaluation",
+    "Interrupted",
+    "Policy",
+    "Replay",
+    "Result",
+    "Run",
+    "RunFailed",
+    "SlipstreamError",
+    "evaluate",
+    "load",
+    "replay",
+    "resume",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: starting must not cost what is not needed."""
+    if name not in _PLACES:
+        raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(f"slipstream.{_PLACES[name]}"), name)
+    globals()[name] = value  # a function shadows the submodule of the same name
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,174 @@
+"""The launcher: one small process that has imported everything and forks workers in milliseconds.
+
+Importing torch takes seconds and 150 MB. The launcher does it once, while the parent still reads its
+options, and never runs a tensor operation, so it has a single thread and forking it is safe (forking
+after torch's threads have started is not). It ignores Ctrl-C and SIGTERM, dies with the parent, and its
+workers die with it. Run as `python -m slipstream.launch FD fork|solo`; `solo` runs one job in the process
+itself, for systems where forking is not safe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def ignore_signals() -> None:
+    """Leave stopping to the parent: a terminal's Ctrl-C and a scheduler's SIGTERM reach every process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def main() -> None:
+    """Import, say ready, then start what is asked for and report what ended."""
+    fd, mode, parent = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    die_with_parent(parent)
+    ignore_signals()
+    channel = socket.socket(fileno=fd)
+    if mode == "solo":
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+
+    import slipstream.build
+    import slipstream.worker  # noqa: F401
+
+    slipstream.build.single_threaded()
+    _say(channel, {"ready": os.getpid(), "threads": threads()})
+    if mode == "solo":
+        _run(pickle.loads(_receive(channel)))
+        return
+    gc.collect()
+    gc.freeze()  # keep the shared pages shared
+    _serve(channel)
+
+
+def _serve(channel: socket.socket) -> None:
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    jobs: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([channel, wake_read], [], [])
+        if wake_read in ready:
+            os.read(wake_read, 4096)
+        while jobs:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            _say(channel, {"ended": jobs.pop(pid), "status": status})
+        if channel in ready:
+            data = _receive(channel)
+            if not data:
+                return
+            job = pickle.loads(data)
+            launcher = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.close(wake_read)
+                os.close(wake_write)
+                channel.close()
+                die_with_parent(launcher)
+                _run(job)
+            jobs[pid] = job["id"]
+            _say(channel, {"started": job["id"], "pid": pid})
+
+
+def _run(job: dict[str, Any]) -> None:
+    """Do one job in this process and end it; an error is left in a file for the parent."""
+    code = 1
+    try:
+        out = os.open(job["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.close(out)
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        sys.path[:] = job["path"]
+        import cloudpickle
+
+        function, args = cloudpickle.loads(job["call"])
+        function(*args)
+        code = 0
+    except BaseException as e:
+        leave_error(job["error"], e)
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)  # no clean-up of what the launcher had opened
+
+
+def leave_error(file: str, e: BaseException) -> None:
+    """Write an exception where `supervise` finds it."""
+    from slipstream.errors import ConfigError, RunFailed
+
+    kind = "config" if isinstance(e, ConfigError) else "failed" if isinstance(e, RunFailed) else "raised"
+    text = "".join(traceback.format_exception(e))
+    with suppress(OSError):
+        Path(file).write_text(json.dumps({"kind": kind, "message": str(e), "traceback": text}))
+
+
+def threads() -> int:
+    """Threads of this process, as the kernel counts them."""
+    with suppress(OSError):
+        return len(os.listdir("/proc/self/task"))
+    return threading.active_count()
+
+
+def _watch(parent: int) -> None:
+    """End with the parent on systems whose kernel does not do it."""
+    import time
+
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _say(channel: socket.socket, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode()
+    channel.sendall(struct.pack("<Q", len(data)) + data)
+
+
+def _receive(channel: socket.socket) -> bytes:
+    head = _exactly(channel, 8)
+    return _exactly(channel, struct.unpack("<Q", head)[0]) if head else b""
+
+
+def _exactly(channel: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = channel.recv(size - len(data))
+        if not part:
+            return b""
+        data += part
+    return bytes(data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Networks: torsos, cores, heads, and the paths they act by."""

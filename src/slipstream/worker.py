@@ -1,0 +1,276 @@
+"""THE LOOP: pull -> collect -> loss -> gradient (clip, NaN guard) -> push.
+
+What a worker computes is a pure function of its seeds and of the snapshots it pulled, in order. Nothing else
+may enter: that is what makes a recorded run replayable.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream import build, checkpoint
+from slipstream.build import Role
+from slipstream.config import Given, Run, module
+from slipstream.counters import RING, Counter, Phase
+from slipstream.errors import RunFailed
+from slipstream.rollout import Rollout
+from slipstream.store import Contribution, Snapshot, Store, Word
+from slipstream.watch.log import Log
+
+TERMS = {
+    "loss": Counter.LOSS,
+    "policy_loss": Counter.POLICY_LOSS,
+    "value_loss": Counter.VALUE_LOSS,
+    "entropy": Counter.ENTROPY,
+}
+
+
+class Worker:
+    """Acts and computes gradients in one (the joined topology); knows nothing of rules or processes."""
+
+    def __init__(self, run: Run, given: Given, index: int, incarnation: int, row: Any, log: Log, bad: Path) -> None:
+        self.run, self.index, self.incarnation, self.row, self.log = run, index, incarnation, row, log
+        self.algorithm = module("algos", run.algorithm)
+        self.env = build.environment(run, given, run.copies, build.seeds(run, Role.ENVIRONMENT, index, incarnation))
+        self.policy = build.policy_for(run, given, self.env)
+        weights, self.gradient = build.flatten(self.policy)
+        self.flat_gradient = torch.from_numpy(self.gradient)
+        self.normalizer = build.normalizer_for(run, self.env)
+        self.snapshot = Snapshot(weights, self.normalizer.size)
+        self.collector = build.collector(run, self.env, self.policy, self.normalizer, index, incarnation, row)
+        self.rollouts = 0
+        self.last_loss, self.last_norm = 0.0, 0.0  # fingerprints of the last gradient, for the record
+        self.bad = bad
+
+    def compute(self, stopped: Any = lambda: False) -> tuple[Contribution, Rollout] | None:
+        """Collect a rollout with the snapshot's weights and turn it into a gradient; None if stopped."""
+        row, snap = self.row, self.snapshot
+        self.normalizer.use(snap.moments)
+        row[Counter.PULLED], row[Counter.PHASE] = snap.version, Phase.COLLECT
+        begun = perf_counter()
+        rollout = self.collector.collect(snap.version, stopped)
+        if rollout is None:
+            return None
+        collected = perf_counter()
+        row[Counter.PHASE] = Phase.GRADIENT
+        self.last_loss = self.last_norm = 0.0
+        finite = self._finite(rollout) and self._learn(rollout)
+        row[Counter.T_COLLECT] += collected - begun
+        row[Counter.T_GRADIENT] += perf_counter() - collected
+        row[Counter.ROLLOUTS] += 1
+        self.rollouts += 1
+        for failure in rollout.failures:
+            row[Counter.ENV_FAILURES] += 1
+            self.log("warning", f"environment failed: {failure}", version=snap.version)
+        contribution = Contribution(
+            self.gradient, finite, rollout.samples, snap.tick, snap.version, self.index, self.incarnation,
+            self.rollouts - 1, rollout.moments, self.last_loss, self.last_norm,
+        )  # fmt: skip
+        return contribution, rollout
+
+    def _learn(self, rollout: Rollout) -> bool:
+        """Fill `self.gradient`, clipped to the global norm; False if it is not finite."""
+        hyper, row = self.run.algo, self.row
+        self.flat_gradient.zero_()
+        if not rollout.samples:
+            return True  # nothing but resets: a gradient of 0
+        loss, terms = self.algorithm.loss(
+            hyper, self.policy, rollout, self.snapshot.steps, self.run.total_steps
+        )
+        loss.backward()
+        norm = float(torch.linalg.vector_norm(self.flat_gradient))
+        self.last_loss, self.last_norm = terms["loss"], norm
+        if not (math.isfinite(norm) and math.isfinite(terms["loss"])):
+            wrong = [k for k in TERMS if not math.isfinite(terms[k])] or ["gradient"]
+            self._keep(rollout, f"{' and '.join(wrong)} not finite (gradient norm {norm})")
+            return False
+        clipped = norm
+        if 0 < hyper.max_gradient_norm < norm:
+            self.flat_gradient.mul_(hyper.max_gradient_norm / norm)
+            clipped = hyper.max_gradient_norm
+            row[Counter.CLIPPED] += 1
+        row[Counter.LEARNED] += 1
+        for name, counter in TERMS.items():
+            row[counter] += terms[name]
+        if math.isfinite(terms["explained_variance"]):
+            row[Counter.EXPLAINED_VARIANCE] += terms["explained_variance"]
+        row[Counter.GRADIENT_NORM] += norm
+        row[Counter.GRADIENT_NORM_CLIPPED] += clipped
+        row[Counter.NONFINITE_IN_A_ROW] = 0
+        return True
+
+    def _finite(self, rollout: Rollout) -> bool:
+        """Whether the environment gave numbers only; copies that did not begin a new episode."""
+        good = np.isfinite(rollout.reward)
+        seen = rollout.obs if rollout.obs.dtype.kind == "f" else None
+        if seen is not None:
+            good = good & np.isfinite(seen[1:]).reshape(*good.shape, -1).all(-1)
+        if bool(good.all()):
+            return True
+        t, b = (int(i[0]) for i in np.nonzero(~good))
+        what = "reward" if not np.isfinite(rollout.reward[t, b]) else "observation"
+        self._keep(rollout, f"{what} of environment copy {b} not finite at step {t} of the rollout")
+        self.collector.drop(np.flatnonzero(~good.all(0)))
+        return False
+
+    def _keep(self, rollout: Rollout, why: str) -> None:
+        """Save a rollout that gave NaN or Inf, and give up if there are too many in a row."""
+        row, version = self.row, self.snapshot.version
+        row[Counter.NONFINITE] += 1
+        row[Counter.NONFINITE_IN_A_ROW] += 1
+        file = self.bad / f"worker{self.index}-{self.incarnation}-rollout{self.rollouts}.npz"
+        arrays = {k: v for k, v in vars(rollout).items() if isinstance(v, np.ndarray)}
+        try:
+            file.parent.mkdir(exist_ok=True)
+            if len(list(file.parent.iterdir())) < 100:
+                np.savez_compressed(file, weights=self.snapshot.weights, **arrays)
+        except OSError as e:
+            self.log("warning", f"could not save the rollout: {e}")
+        said = f"worker {self.index}, update {version}: {why}; gradient dropped, rollout in {file}"
+        self.log("warning", said, version=version)
+        if row[Counter.NONFINITE_IN_A_ROW] > self.run.limits.max_nonfinite:
+            raise RunFailed(f"{int(row[Counter.NONFINITE_IN_A_ROW])} gradients in a row were not finite. {said}")
+
+    def report(self, rollout: Rollout, store: Store, steps_before: int) -> None:
+        """Put finished episodes where the parent reads them: (return, length, global steps, time)."""
+        ring, row = store.rings[self.index], self.row
+        per_row = rollout.valid.sum(1).cumsum()
+        for t, total, length in rollout.episodes:
+            head = int(row[Counter.EPISODE_HEAD])
+            ring[head % RING] = total, length, steps_before + int(per_row[t]), perf_counter()
+            row[Counter.EPISODE_HEAD] = head + 1
+            row[Counter.EPISODES] += 1
+
+    def save(self) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
+        """Everything this worker would go on from, as (JSON values, arrays)."""
+        from slipstream.envs.snapshot import generator_state
+
+        c = self.collector
+        arrays = {
+            "obs": c.obs, "starts": c.starts, "state": c.state, "returns": c.returns, "lengths": c.lengths,
+            "discounted": c.discounted,
+        }  # fmt: skip
+        if c.mask is not None:
+            arrays["mask"] = c.mask
+        values = {
+            "index": self.index, "incarnation": self.incarnation, "rollouts": self.rollouts,
+            "rng": generator_state(c.rng), "env": None,
+        }  # fmt: skip
+        env = self.env.save()
+        if env is not None:
+            values["env"] = env[0]
+            arrays |= {f"env.{k}": v for k, v in env[1].items()}
+        return values, arrays
+
+    def restore(self, values: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """Go on from what `save` gave.
+
+        Raises:
+            ValueError: the environment's state could not be saved or does not come back.
+        """
+        from slipstream.envs.snapshot import generator_from
+
+        if values["env"] is None:
+            raise ValueError("the state of this environment cannot be saved")
+        c = self.collector
+        if arrays["obs"].shape != c.obs.shape:
+            raise ValueError("the number of environment copies has changed")
+        self.env.restore(values["env"], {k[4:]: v for k, v in arrays.items() if k.startswith("env.")})
+        c.obs, c.starts = arrays["obs"].copy(), arrays["starts"].astype(bool)
+        c.state, c.returns, c.lengths = arrays["state"].copy(), arrays["returns"].copy(), arrays["lengths"].copy()
+        c.discounted = arrays["discounted"].copy()
+        c.mask = arrays["mask"].astype(bool) if "mask" in arrays else None
+        c.rng = generator_from(values["rng"])
+        self.rollouts = values["rollouts"]
+
+
+def loop(worker: Worker, rule: Any, store: Store, directory: Path) -> None:
+    """Run a worker until the run's steps are used up or the parent says stop."""
+    run, row, control = worker.run, store.row, store.control
+    stopped = lambda: bool(control[Word.STOP])  # noqa: E731
+    while True:
+        begun = perf_counter()
+        rule.pull(worker.snapshot)
+        row[Counter.T_PULL] += perf_counter() - begun
+        row[Counter.BEAT] += 1
+        if control[Word.PAUSE] > row[Counter.PAUSED] and worker.snapshot.tick >= control[Word.PAUSE_TICK]:
+            pause(worker, store, directory)
+            continue  # the newest version again: nobody moved meanwhile
+        if worker.snapshot.steps >= run.total_steps:
+            write_state(worker, directory)
+            break
+        if stopped():  # the parent has asked for states by a pause before
+            break
+        done = worker.compute(stopped)
+        if done is None:
+            break
+        contribution, rollout = done
+        worker.report(rollout, store, worker.snapshot.steps)
+        rule.push(contribution)
+    rule.leave()
+    row[Counter.PHASE] = Phase.LEFT
+
+
+def pause(worker: Worker, store: Store, directory: Path) -> None:
+    """Wait at the boundary of a rollout, with nothing in flight, until the parent has looked."""
+    row, control = store.row, store.control
+    request = int(control[Word.PAUSE])
+    row[Counter.PHASE] = Phase.PAUSED
+    if control[Word.PAUSE_STATE]:
+        write_state(worker, directory)
+    row[Counter.PAUSED] = request
+    while control[Word.RESUME] < request and not control[Word.STOP]:
+        row[Counter.BEAT] += 1
+        sleep(200e-6)
+
+
+def write_state(worker: Worker, directory: Path) -> None:
+    """Write `workers/N.state`, from which a resumed run goes on; a full disk does not end the worker."""
+    try:
+        checkpoint.write_part(directory / "workers" / f"{worker.index}.state", *worker.save())
+    except OSError as e:
+        worker.log("warning", f"could not write the worker's state: {e}")
+
+
+def work(
+    run: Run, given: Given, index: int, incarnation: int, store_path: str, directory: Path, resume: Path | None
+) -> None:
+    """The life of one worker; what the supervisor starts.
+
+    Args:
+        run: what to do.
+        given: Python objects that override names in `run`.
+        index: which worker.
+        incarnation: how often it had been started before.
+        store_path: where the parameter store is.
+        directory: the run directory.
+        resume: a saved worker to go on from; it keeps its own incarnation unless its environment cannot.
+    """
+    from slipstream.record import Recorder
+
+    recorder = Recorder(directory / "schedule.bin") if run.record and run.update != "hogwild" else None
+    store = Store(store_path, index, recorder)
+    row = store.row
+    row[Counter.PHASE] = Phase.STARTING
+    log = Log(directory, worker=index)
+    worker = None
+    if resume is not None:
+        values, arrays = checkpoint.read_part(resume)
+        worker = Worker(run, given, index, values["incarnation"], row, log, directory / "bad")
+        try:
+            worker.restore(values, arrays)
+        except ValueError as e:
+            log("warning", f"open episodes begin anew: {e}")
+            worker = None
+    if worker is None:
+        worker = Worker(run, given, index, incarnation, row, log, directory / "bad")
+    row[Counter.INCARNATION] = worker.incarnation
+    log("info", "started", incarnation=worker.incarnation)
+    loop(worker, build.rule(run, store, worker.env), store, directory)
+
