@@ -13,15 +13,18 @@ def main() -> None:
     if arguments[:1] == ["replay"]:
         from slipstream.cores import SINGLE_THREADED
 
-        os.environ.update(SINGLE_THREADED)  # before NumPy and torch are loaded: the same sums as in the workers
+        os.environ.update(SINGLE_THREADED)  # before NumPy and torch are loaded: one thread, as in the workers
     elif arguments[:1] in (["train"], ["resume"]) and not {"-h", "--help"} & set(arguments):
-        from slipstream.supervise import Launcher
+        from slipstream.launch import Launcher
 
         if sys.platform == "linux":
             launcher = Launcher()  # imports torch while options are read here
     from slipstream.cli import run
 
-    sys.exit(run(arguments, launcher))
+    code = run(arguments, launcher)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # everything is closed; taking down the imported libraries costs half a second
 
 
 if __name__ == "__main__":

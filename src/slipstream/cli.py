@@ -17,7 +17,7 @@ import yaml
 
 from slipstream import __version__, config
 from slipstream.errors import ConfigError, Interrupted, SlipstreamError, nearest
-from slipstream.supervise import Launcher
+from slipstream.launch import Launcher
 
 USAGE = """slipstream: asynchronous deep reinforcement learning
 

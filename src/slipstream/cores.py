@@ -20,7 +20,6 @@ SINGLE_THREADED = {
         ),
         "1",
     ),
-    "MKL_CBWR": "AUTO,STRICT",  # the same sums wherever an array lies in memory
     "SDL_VIDEODRIVER": "dummy",
     "PYGAME_HIDE_SUPPORT_PROMPT": "1",
 }

@@ -5,6 +5,8 @@ options, and never runs a tensor operation, so it has a single thread and forkin
 after torch's threads have started is not). It ignores Ctrl-C and SIGTERM, dies with the parent, and its
 workers die with it. Run as `python -m slipstream.launch FD fork|solo`; `solo` runs one job in the process
 itself, for systems where forking is not safe.
+
+This file imports the standard library alone: the parent starts a launcher before anything slow is loaded.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import select
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import traceback
@@ -26,7 +29,67 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from slipstream.cores import SINGLE_THREADED
+
 PR_SET_PDEATHSIG = 1
+
+
+class Launcher:
+    """A launcher process and the channel to it; see launch.py."""
+
+    def __init__(self, solo: bool = False) -> None:
+        ours, theirs = socket.socketpair()
+        os.set_inheritable(theirs.fileno(), True)
+        command = [sys.executable, "-m", "slipstream.launch", str(theirs.fileno())]
+        path = os.pathsep.join(p for p in sys.path if p)
+        self.process = subprocess.Popen(
+            [*command, "solo" if solo else "fork", str(os.getpid())],
+            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+            env={**os.environ, **SINGLE_THREADED, "PYTHONPATH": path},
+        )  # fmt: skip
+        theirs.close()
+        self.channel, self.solo, self.data = ours, solo, bytearray()
+        self.channel.setblocking(False)
+        self.started: dict[int, int] = {}  # job -> pid
+        self.threads = 0
+        self.closed = False
+
+    def send(self, job: dict[str, Any]) -> None:
+        """Ask for a job; it starts as soon as the launcher has imported everything."""
+        data = pickle.dumps(job)
+        self.channel.setblocking(True)
+        self.channel.sendall(struct.pack("<Q", len(data)) + data)
+        self.channel.setblocking(False)
+        if self.solo:
+            self.started[job["id"]] = self.process.pid
+
+    def messages(self) -> list[dict[str, Any]]:
+        """What the launcher has said since the last look."""
+        with suppress(BlockingIOError, ConnectionError):
+            while part := self.channel.recv(65536):
+                self.data += part
+        found = []
+        while len(self.data) >= 8:
+            size = struct.unpack("<Q", self.data[:8])[0]
+            if len(self.data) < 8 + size:
+                break
+            found.append(json.loads(self.data[8 : 8 + size]))
+            del self.data[: 8 + size]
+        for m in found:
+            if "ready" in m:
+                self.threads = m["threads"]
+            elif "started" in m:
+                self.started[m["started"]] = m["pid"]
+        return found
+
+    def close(self) -> None:
+        """End the launcher and all its workers."""
+        if not self.closed:
+            self.closed = True
+            self.process.kill()
+            self.process.wait()
+            self.channel.close()
+
 
 
 def die_with_parent(parent: int) -> None:

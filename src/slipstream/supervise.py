@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
-import socket
-import struct
-import subprocess
 import sys
 import threading
 import time
@@ -22,10 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.cores import SINGLE_THREADED
 from slipstream.counters import Counter, Phase
 from slipstream.errors import ConfigError, RunFailed
-from slipstream.launch import leave_error
+from slipstream.launch import Launcher, leave_error
 from slipstream.store import Store, Word
 from slipstream.watch.log import Log
 
@@ -36,63 +31,6 @@ class Ended:
 
     index: int
     code: int
-
-
-class Launcher:
-    """A launcher process and the channel to it; see launch.py."""
-
-    def __init__(self, solo: bool = False) -> None:
-        ours, theirs = socket.socketpair()
-        os.set_inheritable(theirs.fileno(), True)
-        command = [sys.executable, "-m", "slipstream.launch", str(theirs.fileno())]
-        path = os.pathsep.join(p for p in sys.path if p)
-        self.process = subprocess.Popen(
-            [*command, "solo" if solo else "fork", str(os.getpid())],
-            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-            env={**os.environ, **SINGLE_THREADED, "PYTHONPATH": path},
-        )  # fmt: skip
-        theirs.close()
-        self.channel, self.solo, self.data = ours, solo, bytearray()
-        self.channel.setblocking(False)
-        self.started: dict[int, int] = {}  # job -> pid
-        self.threads = 0
-        self.closed = False
-
-    def send(self, job: dict[str, Any]) -> None:
-        """Ask for a job; it starts as soon as the launcher has imported everything."""
-        data = pickle.dumps(job)
-        self.channel.setblocking(True)
-        self.channel.sendall(struct.pack("<Q", len(data)) + data)
-        self.channel.setblocking(False)
-        if self.solo:
-            self.started[job["id"]] = self.process.pid
-
-    def messages(self) -> list[dict[str, Any]]:
-        """What the launcher has said since the last look."""
-        with suppress(BlockingIOError, ConnectionError):
-            while part := self.channel.recv(65536):
-                self.data += part
-        found = []
-        while len(self.data) >= 8:
-            size = struct.unpack("<Q", self.data[:8])[0]
-            if len(self.data) < 8 + size:
-                break
-            found.append(json.loads(self.data[8 : 8 + size]))
-            del self.data[: 8 + size]
-        for m in found:
-            if "ready" in m:
-                self.threads = m["threads"]
-            elif "started" in m:
-                self.started[m["started"]] = m["pid"]
-        return found
-
-    def close(self) -> None:
-        """End the launcher and all its workers."""
-        if not self.closed:
-            self.closed = True
-            self.process.kill()
-            self.process.wait()
-            self.channel.close()
 
 
 class ProcessPool:

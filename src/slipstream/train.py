@@ -22,7 +22,8 @@ from slipstream.config import Given, Run, module
 from slipstream.counters import Counter
 from slipstream.errors import ConfigError, Interrupted, RunFailed, SlipstreamError
 from slipstream.store import Header, Segment, Store, Word
-from slipstream.supervise import Launcher, ProcessPool, Supervisor, ThreadPool
+from slipstream.launch import Launcher
+from slipstream.supervise import ProcessPool, Supervisor, ThreadPool
 from slipstream.watch import terminal
 from slipstream.watch.log import Log
 from slipstream.watch.metrics import Meter

@@ -136,9 +136,9 @@ def initialize(policy: Policy, seed: int) -> None:
     the user's keep their own initialization, drawn from the same seed.
     """
     generator = torch.Generator().manual_seed(seed)
+    plain = isinstance(policy.torso, MLP)
     for name, p in policy.named_parameters():
-        ours = name.startswith(("pi.", "v.", "core.")) or name.split(".")[1] == "layers"
-        if name == "log_std" or not ours:
+        if not (name.startswith(("pi.", "v.", "core.")) or (plain and "torso.layers." in name)):
             continue
         with torch.no_grad():
             if p.dim() < 2:
