@@ -1,9 +1,9 @@
 """Slipstream: asynchronous deep reinforcement learning. Many actors, one policy, never a torn weight.
 
-    import slipstream as ss
-    run = ss.train("CartPole-v1", update="lock", total_steps=200_000)
-    policy = ss.load(run)
-    action = policy.act(observation)
+import slipstream as ss
+run = ss.train("CartPole-v1", update="lock", total_steps=200_000)
+policy = ss.load(run)
+action = policy.act(observation)
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from slipstream.errors import ConfigError, Interrupted, RunFailed, SlipstreamError
     from slipstream.evaluate import Evaluation, Policy, evaluate, load
     from slipstream.replay_run import Replay, replay
-    from slipstream.train import Result, resume, train
+    from slipstream.session import Result
+    from slipstream.train import resume, train
 
 _PLACES = {
-    "train": "train", "resume": "train", "Result": "train",
+    "train": "train", "resume": "train", "Result": "session",
     "load": "evaluate", "evaluate": "evaluate", "Policy": "evaluate", "Evaluation": "evaluate",
     "replay": "replay_run", "Replay": "replay_run",
     "Run": "config",

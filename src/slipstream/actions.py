@@ -66,6 +66,6 @@ def _choose(head: Head, scores: Array, mask: Array | None) -> Array:
     if mask is not None:
         scores = np.where(mask, scores, MASKED * 10)
     if head.kind == "categorical":
-        return scores.argmax(-1)
+        return np.asarray(scores.argmax(-1))
     parts = np.split(scores, np.cumsum(head.sizes)[:-1], -1)
     return np.stack([p.argmax(-1) for p in parts], -1)

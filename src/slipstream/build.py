@@ -7,7 +7,6 @@ each role, worker and incarnation.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
@@ -89,7 +88,7 @@ def layout(run: Run, given: Given) -> tuple[Layout, NDArray[np.float32], dict[st
         weights=len(weights),
         optimizer=state_layout(run.algo.optimizer, len(weights)),
         moments=sum(moment_sizes(run, env)),
-        workers=run.workers,
+        workers=run.worker_count,
         offers=run.update == "sync",
         in_place=run.update == "hogwild",
         checksums=run.check_reads,
@@ -111,7 +110,13 @@ def rule(run: Run, store: Store, env: Environment) -> Any:
 
 
 def collector(
-    run: Run, env: Environment, policy: Policy, normalizer: Normalizer, worker: int, incarnation: int, row: Any
+    run: Run,
+    env: Environment,
+    policy: Policy,
+    normalizer: Normalizer,
+    worker: int,
+    incarnation: int,
+    row: Any,
 ) -> Collector:
     """The collector of one incarnation of one worker."""
     act, value = forward_for(policy)

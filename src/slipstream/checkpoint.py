@@ -28,7 +28,7 @@ FORMAT = 1
 
 def write_part(path: Path, values: dict[str, Any], arrays: Arrays) -> None:
     """Write JSON values and arrays as one safetensors file, atomically."""
-    whole = {k: np.ascontiguousarray(v).reshape(np.shape(v)) for k, v in arrays.items()}
+    whole: Arrays = {k: np.ascontiguousarray(v).reshape(np.shape(v)) for k, v in arrays.items()}
     whole["_"] = np.zeros(1, np.uint8)  # a file of no tensors cannot carry values
     write_file(path, save(whole, metadata={"json": json.dumps(values)}))
 
@@ -167,7 +167,7 @@ class Loaded:
         Raises:
             ConfigError: they are of another network or optimizer.
         """
-        targets = {"weights": slot.weights, "moments": slot.moments}
+        targets: Arrays = {"weights": slot.weights, "moments": slot.moments}
         targets |= {f"optimizer.{k}": v for k, v in slot.optimizer.items()}
         for name, target in targets.items():
             source = self.arrays.get(name)

@@ -104,7 +104,7 @@ def _options_class(hyper: type) -> type:
     hints = typing.get_type_hints(config.Run)
     Options.__annotations__ = {
         **hints, "env": tyro.conf.Positional[str], "env_kwargs": Mapping, "algo": hyper,
-        "run": Annotated[str | None, tyro.conf.arg(help="Directory of the run; default runs/<env>-<algorithm>-<time>.")],
+        "run": Annotated[str | None, tyro.conf.arg(help="Its directory; default runs/<env>-<algorithm>-<time>.")],
         "config": Annotated[str | None, tyro.conf.arg(help="YAML file of options; options given here go over it.")],
         "show": Annotated[
             typing.Literal["auto", "plain", "none"], tyro.conf.arg(help="Live view, plain lines, or nothing.")
@@ -140,14 +140,14 @@ def _plain_flags(arguments: list[str]) -> list[str]:
         if plain in flags:
             following = arguments[i + 1] if i + 1 < len(arguments) and not value else value
             word = following.lower()
-            if word in ("true", "yes", "1", "false", "no", "0"):
+            if word in ("true", "yes", "on", "1", "false", "no", "off", "0"):
                 *parents, leaf = plain[2:].split(".")
                 off = ".".join([*parents, f"no-{leaf}"])
-                out.append(plain if word in ("true", "yes", "1") else f"--{off}")
+                out.append(plain if word in ("true", "yes", "on", "1") else f"--{off}")
                 i += 1 if value else 2
                 continue
-            if value:
-                raise ConfigError(f"{plain}: {value!r} is neither true nor false")
+            if value or (following and not following.startswith("-")):
+                raise ConfigError(f"{plain}: {following!r} is neither true nor false")
         out.append(arguments[i])
         i += 1
     return out
@@ -223,7 +223,7 @@ def _resume(arguments: list[str], launcher: Launcher | None) -> int:
         raise ConfigError(f"{directory}: no run there{_near_run(directory)}")
     old = config.load(directory / "config.yaml")
     parsed = _parse(old, [old.env, *arguments[1:]], "slipstream resume RUN")
-    changed = {
+    changed: dict[str, Any] = {
         f.name: dataclasses.asdict(v) if dataclasses.is_dataclass(v := getattr(parsed, f.name)) else v  # type: ignore[arg-type]
         for f in dataclasses.fields(config.Run)
     }
@@ -328,8 +328,8 @@ def _replay(arguments: list[str]) -> int:
         print(json.dumps(r.to_dict()))
         return 0
     print(
-        f"identical: {r.contributions:,} contributions of {r.workers} workers made {r.updates:,} updates; each loss and "
-        f"gradient norm, {r.checksums:,} checksums of the weights"
+        f"identical: {r.contributions:,} contributions of {r.workers} workers made {r.updates:,} updates; each loss "
+        f"and gradient norm, {r.checksums:,} checksums of the weights"
         f"{' and the final checkpoint' if r.compared_with_checkpoint else ''} were the same, bit for bit"
     )
     print(f"{r.steps:,} steps in {r.seconds:.1f} s; weights {r.final_checksum:016x}")
@@ -378,7 +378,10 @@ def _algos(arguments: list[str]) -> int:
     if a.json:
         print(json.dumps(found))
         return 0
-    for title, rows in (("algorithms (--algorithm)", found["algorithms"]), ("update rules (--update)", found["rules"])):
+    for title, rows in (
+        ("algorithms (--algorithm)", found["algorithms"]),
+        ("update rules (--update)", found["rules"]),
+    ):
         print(title)
         for name, text in rows.items():
             print(f"  {name:<10} {text}")

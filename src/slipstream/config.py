@@ -122,6 +122,11 @@ class Run:
     watch: Watch = Watch()
     """What is written while the run goes on."""
 
+    @property
+    def worker_count(self) -> int:
+        """`workers` of a checked run, whose `auto` has been measured."""
+        return int(self.workers)
+
 
 @dataclass
 class Given:
@@ -158,9 +163,7 @@ def hyperparameters(algorithm: str) -> type:
 def run_type(algorithm: str) -> type:
     """`Run` with `algo` typed as the hyper-parameters of `algorithm`, for the command line."""
     hyper = hyperparameters(algorithm)
-    fields = [
-        (f.name, hyper if f.name == "algo" else f.type, _default(f, hyper)) for f in dataclasses.fields(Run)
-    ]
+    fields = [(f.name, hyper if f.name == "algo" else f.type, _default(f, hyper)) for f in dataclasses.fields(Run)]
     made = dataclasses.make_dataclass("Run", fields, bases=(Run,), frozen=True)
     made.__doc__ = Run.__doc__
     return made

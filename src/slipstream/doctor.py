@@ -82,7 +82,12 @@ def _versions() -> dict[str, Any]:
         except PackageNotFoundError:
             return {"name": "packages", "ok": False, "text": f"{package} is not installed", "needed": True}
     python = f"Python {platform.python_version()}"
-    return {"name": "packages", "ok": sys.version_info >= (3, 11), "text": ", ".join([python, *names]), "needed": True}
+    return {
+        "name": "packages",
+        "ok": sys.version_info >= (3, 11),
+        "text": ", ".join([python, *names]),
+        "needed": True,
+    }
 
 
 def _cores() -> dict[str, Any]:
@@ -124,6 +129,11 @@ def _store() -> dict[str, Any]:
         handle.close()
         segment.close()
         good = got == 1 and bool(np.allclose(snapshot.weights, -0.5, atol=1e-5)) and not store.sweep()
-        return {"name": "parameter store", "ok": good, "text": "an update was written and read whole", "needed": True}
+        return {
+            "name": "parameter store",
+            "ok": good,
+            "text": "an update was written and read whole",
+            "needed": True,
+        }
     except Exception as e:
         return {"name": "parameter store", "ok": False, "text": f"{type(e).__name__}: {e}", "needed": True}

@@ -28,10 +28,10 @@ class Interrupted(SlipstreamError):
     exit_code = 130
 
 
-def nearest(name: str, valid: Iterable[str], count: int = 3) -> list[str]:
-    """The valid names closest to `name`, nearest first; case is ignored."""
+def nearest(name: str, valid: Iterable[str], count: int = 3, cutoff: float = 0.5) -> list[str]:
+    """The valid names closest to `name`, nearest first; case is ignored. `cutoff` 0 always finds some."""
     by_lower = {v.lower(): v for v in valid}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=count, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), by_lower, n=count, cutoff=cutoff)
     return [by_lower[c] for c in close]
 
 

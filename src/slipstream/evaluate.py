@@ -51,7 +51,11 @@ class Policy:
             self.starts[row] = True
 
     def act(
-        self, obs: Any, deterministic: bool = True, action_mask: Array | None = None, batched: bool | None = None
+        self,
+        obs: Any,
+        deterministic: bool = True,
+        action_mask: Array | None = None,
+        batched: bool | None = None,
     ) -> Any:
         """Actions for the environment.
 
@@ -102,7 +106,10 @@ def _length(obs: Any) -> int:
 
 
 def load(
-    run: str | os.PathLike[str], *, env: Callable[..., Any] | None = None, torso: Callable[..., Any] | None = None
+    run: str | os.PathLike[str],
+    *,
+    env: Callable[..., Any] | None = None,
+    torso: Callable[..., Any] | None = None,
 ) -> Policy:
     """The policy of a run's newest whole checkpoint (or of a checkpoint directory).
 

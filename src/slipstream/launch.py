@@ -91,7 +91,6 @@ class Launcher:
             self.channel.close()
 
 
-
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent ends (Linux)."""
     if sys.platform == "linux":
@@ -116,7 +115,7 @@ def main() -> None:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
 
     import slipstream.build
-    import slipstream.worker  # noqa: F401
+    import slipstream.worker
 
     slipstream.build.single_threaded()
     _say(channel, {"ready": os.getpid(), "threads": threads()})
@@ -135,7 +134,8 @@ def _serve(channel: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     jobs: dict[int, int] = {}
     while True:
-        ready, _, _ = select.select([channel, wake_read], [], [])
+        waiting: list[Any] = [channel, wake_read]
+        ready, _, _ = select.select(waiting, [], [])
         if wake_read in ready:
             os.read(wake_read, 4096)
         while jobs:

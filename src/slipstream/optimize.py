@@ -65,9 +65,7 @@ class Stepper:
             weights.sub_(g[0], alpha=learning_rate)
             count += 1
 
-    def apply(
-        self, slot: Slot, contributions: list[Contribution], learning_rate: Callable[[int], float]
-    ) -> bool:
+    def apply(self, slot: Slot, contributions: list[Contribution], learning_rate: Callable[[int], float]) -> bool:
         """Make a slot the next version: one step with the mean gradient, weighted by samples.
 
         A gradient that is not finite changes no weight; its environment steps are counted all the same.

@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def replay(
     begun = time.perf_counter()
     with _single_thread(), tempfile.TemporaryDirectory() as scratch:
         done = _Replayer(directory, parts, Given(env, torso), Path(scratch)).execute(entries, until_update)
-    return Replay(str(directory), True, *done, seconds=time.perf_counter() - begun)
+    return replace(done, seconds=time.perf_counter() - begun)
 
 
 @contextmanager
@@ -112,7 +112,7 @@ class _Replayer:
         self.ready: dict[int, Contribution] = {}  # entry -> contribution computed, not yet applied
         self.checksums = 0
 
-    def execute(self, entries: NDArray[np.void], until: int | None) -> tuple[Any, ...]:
+    def execute(self, entries: NDArray[np.void], until: int | None) -> Replay:
         """Everything, in the recorded order."""
         run = config.from_dict(self.parts[0]["config"])
         layout, weights, _ = build.layout(run, self.given)
@@ -145,7 +145,7 @@ class _Replayer:
         version, steps = self.store.progress()
         segment.close()
         names = len(set(entries["worker"][:at].tolist()))
-        return version, at, self.checksums, names, final, compared, steps
+        return Replay(str(self.directory), True, version, at, self.checksums, names, final, compared, steps, 0.0)
 
     def _use(self, run: Run) -> None:
         algorithm = module("algos", run.algorithm)
@@ -169,7 +169,13 @@ class _Replayer:
 
     def _worker(self, index: int, incarnation: int) -> Worker:
         return Worker(
-            self.run, self.given, index, incarnation, np.zeros(ROW), lambda *a, **k: None, self.scratch / "bad"  # type: ignore[arg-type]
+            self.run,
+            self.given,
+            index,
+            incarnation,
+            np.zeros(ROW),
+            lambda *a, **k: None,
+            self.scratch / "bad",  # type: ignore[arg-type]
         )
 
     def _compute(self, entries: NDArray[np.void], indices: list[int]) -> None:
@@ -215,7 +221,10 @@ class _Replayer:
 
     def _check(self, e: Any, slot: Slot, offered: list[Contribution]) -> None:
         who = " and ".join(str(c.worker) for c in offered)
-        for name, was, now in [("version", int(e["version"]), slot.version), ("steps", int(e["steps"]), slot.steps)]:
+        for name, was, now in [
+            ("version", int(e["version"]), slot.version),
+            ("steps", int(e["steps"]), slot.steps),
+        ]:
             if was != now:
                 raise Differs(
                     f"the replay differs in {name} at update {int(e['version'])} of worker {who}: recorded {was}, "

@@ -117,7 +117,10 @@ class Collector:
         T, B, shape = steps, env.copies, env.shape
         dtype = np.dtype(np.float32) if normalizer.obs else env.dtype
         self.raw = np.zeros((T + 1, B, *shape), env.dtype) if normalizer.obs else None
-        zeros = lambda *s, dtype=np.float32: aligned(s, np.dtype(dtype))  # noqa: E731
+
+        def zeros(*shape: int, dtype: Any = np.float32) -> Array:
+            return aligned(shape, np.dtype(dtype))
+
         self.rollout = Rollout(
             obs=aligned((T + 1, B, *shape), dtype),
             action=zeros(T, B, *env.head.action_shape, dtype=env.head.action_dtype),

@@ -26,7 +26,7 @@ from enum import IntEnum
 from hashlib import blake2b
 from pathlib import Path
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,7 +167,7 @@ class Snapshot:
 
 def checksum(weights: NDArray[np.float32]) -> int:
     """63-bit checksum of a weight vector; never 0."""
-    digest = blake2b(memoryview(weights).cast("B"), digest_size=8).digest()
+    digest = blake2b(cast(Any, weights), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 1) | 1
 
 
@@ -365,9 +365,7 @@ class Store:
         self.rings = self.rings.reshape(-1, RING, 4)
         n = (layout.workers if layout.offers else 0) + 1
         self.gradients = np.frombuffer(memory, np.float32, n * layout.weights, at["gradients"]).reshape(n, -1)
-        offer = np.dtype(
-            [("numbers", "<i8", (8,)), ("prints", "<f8", (2,)), ("moments", "<f8", (layout.moments,))]
-        )
+        offer = np.dtype([("numbers", "<i8", (8,)), ("prints", "<f8", (2,)), ("moments", "<f8", (layout.moments,))])
         self.offers = np.frombuffer(memory, offer, layout.workers if layout.offers else 0, at["offers"])
         self.slots = [Slot(memory, at["slots"] + i * layout.slot_bytes, layout) for i in range(layout.slots)]
         self.row = self.rows[worker] if worker is not None else np.zeros(ROW)

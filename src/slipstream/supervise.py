@@ -263,7 +263,11 @@ class Supervisor:
         # the record knows the incarnation that really ran (a resumed worker keeps its own)
         seat.incarnation = max(seat.incarnation, int(row[Counter.INCARNATION])) + 1
         seat.died = time.monotonic()
-        self.log("warning", f"worker {index} replaced ({seat.restarts} of {self.limits.max_restarts})", subject=index)
+        self.log(
+            "warning",
+            f"worker {index} replaced ({seat.restarts} of {self.limits.max_restarts})",
+            subject=index,
+        )
         self._start(index)
 
     def _why(self, ended: Ended) -> tuple[str, str, str]:

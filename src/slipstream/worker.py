@@ -19,6 +19,7 @@ from slipstream.build import Role
 from slipstream.config import Given, Run, module
 from slipstream.counters import RING, Counter, Phase
 from slipstream.errors import RunFailed
+from slipstream.nets.policy import flatten
 from slipstream.rollout import Rollout
 from slipstream.store import Contribution, Snapshot, Store, Word
 from slipstream.watch.log import Log
@@ -34,12 +35,12 @@ TERMS = {
 class Worker:
     """Acts and computes gradients in one (the joined topology); knows nothing of rules or processes."""
 
-    def __init__(self, run: Run, given: Given, index: int, incarnation: int, row: Any, log: Log, bad: Path) -> None:
+    def __init__(self, run: Run, given: Given, index: int, incarnation: int, row: Any, log: Any, bad: Path) -> None:
         self.run, self.index, self.incarnation, self.row, self.log = run, index, incarnation, row, log
         self.algorithm = module("algos", run.algorithm)
         self.env = build.environment(run, given, run.copies, build.seeds(run, Role.ENVIRONMENT, index, incarnation))
         self.policy = build.policy_for(run, given, self.env)
-        weights, self.gradient = build.flatten(self.policy)
+        weights, self.gradient = flatten(self.policy)
         self.flat_gradient = torch.from_numpy(self.gradient)
         self.normalizer = build.normalizer_for(run, self.env)
         self.snapshot = Snapshot(weights, self.normalizer.size)
@@ -80,9 +81,7 @@ class Worker:
         self.flat_gradient.zero_()
         if not rollout.samples:
             return True  # nothing but resets: a gradient of 0
-        loss, terms = self.algorithm.loss(
-            hyper, self.policy, rollout, self.snapshot.steps, self.run.total_steps
-        )
+        loss, terms = self.algorithm.loss(hyper, self.policy, rollout, self.snapshot.steps, self.run.total_steps)
         loss.backward()
         norm = float(torch.linalg.vector_norm(self.flat_gradient))
         self.last_loss, self.last_norm = terms["loss"], norm
@@ -125,7 +124,7 @@ class Worker:
         row[Counter.NONFINITE] += 1
         row[Counter.NONFINITE_IN_A_ROW] += 1
         file = self.bad / f"worker{self.index}-{self.incarnation}-rollout{self.rollouts}.npz"
-        arrays = {k: v for k, v in vars(rollout).items() if isinstance(v, np.ndarray)}
+        arrays: dict[str, Any] = {k: v for k, v in vars(rollout).items() if isinstance(v, np.ndarray)}
         try:
             file.parent.mkdir(exist_ok=True)
             if len(list(file.parent.iterdir())) < 100:
@@ -183,7 +182,11 @@ class Worker:
             raise ValueError("the number of environment copies has changed")
         self.env.restore(values["env"], {k[4:]: v for k, v in arrays.items() if k.startswith("env.")})
         c.obs, c.starts = arrays["obs"].copy(), arrays["starts"].astype(bool)
-        c.state, c.returns, c.lengths = arrays["state"].copy(), arrays["returns"].copy(), arrays["lengths"].copy()
+        c.state, c.returns, c.lengths = (
+            arrays["state"].copy(),
+            arrays["returns"].copy(),
+            arrays["lengths"].copy(),
+        )
         c.discounted = arrays["discounted"].copy()
         c.mask = arrays["mask"].astype(bool) if "mask" in arrays else None
         c.rng = generator_from(values["rng"])
@@ -193,7 +196,10 @@ class Worker:
 def loop(worker: Worker, rule: Any, store: Store, directory: Path) -> None:
     """Run a worker until the run's steps are used up or the parent says stop."""
     run, row, control = worker.run, store.row, store.control
-    stopped = lambda: bool(control[Word.STOP])  # noqa: E731
+
+    def stopped() -> bool:
+        return bool(control[Word.STOP])
+
     while True:
         begun = perf_counter()
         rule.pull(worker.snapshot)
@@ -239,7 +245,13 @@ def write_state(worker: Worker, directory: Path) -> None:
 
 
 def work(
-    run: Run, given: Given, index: int, incarnation: int, store_path: str, directory: Path, resume: Path | None
+    run: Run,
+    given: Given,
+    index: int,
+    incarnation: int,
+    store_path: str,
+    directory: Path,
+    resume: Path | None,
 ) -> None:
     """The life of one worker; what the supervisor starts.
 
@@ -273,4 +285,3 @@ def work(
     row[Counter.INCARNATION] = worker.incarnation
     log("info", "started", incarnation=worker.incarnation)
     loop(worker, build.rule(run, store, worker.env), store, directory)
-

@@ -121,6 +121,4 @@ def loss(
 
 def learning_rate(hyper: Hyperparameters, steps: int, horizon: int) -> float:
     """Learning rate of an update made at `steps` global environment steps."""
-    return scheduled(
-        hyper.learning_rate, hyper.learning_rate_schedule, steps, hyper.schedule_steps or horizon
-    )
+    return scheduled(hyper.learning_rate, hyper.learning_rate_schedule, steps, hyper.schedule_steps or horizon)

@@ -47,21 +47,25 @@ def find(env_id: str) -> Any:
     try:
         return gym.spec(name)
     except gym.error.Error as e:
-        close = nearest(name, gym.registry)
+        close = nearest(name, gym.registry, cutoff=0.0)  # always three to choose from
         hint = f" Did you mean {', '.join(close)}?" if close else " `slipstream envs` lists what there is."
         reason = "" if type(e).__name__ in ("NameNotFound", "NamespaceNotFound") else f" ({e})"
         raise ConfigError(f"env: no environment {env_id!r}.{reason}{hint}") from None
 
 
 def make(
-    env: str | Callable[..., Any], copies: int, seeds: np.random.SeedSequence, kwargs: dict[str, Any], failures: int
+    env: str | Callable[..., Any],
+    copies: int,
+    seeds: np.random.SeedSequence,
+    kwargs: dict[str, Any],
+    failures: int,
 ) -> Native | Copies:
     """`copies` rows of an environment given by id or by a callable that makes one.
 
     Raises:
         ConfigError: unknown id, missing extra, or a space that is not supported.
     """
-    spec = None if callable(env) else find(env)
+    spec: Any = None if callable(env) else find(env)
     native = spec is not None and spec.vector_entry_point is not None and not spec.additional_wrappers
     try:
         if native and "Jax" not in str(spec.vector_entry_point):
@@ -124,7 +128,14 @@ class Native:
             if ended.any():
                 obs, final, mask = self._resetting(obs, ended, info)
         return Step(
-            self.encoder.encode(obs, (self.copies,)), reward, terminated, truncated, valid, starts, final, mask
+            self.encoder.encode(obs, (self.copies,)),
+            reward,
+            terminated,
+            truncated,
+            valid,
+            starts,
+            final,
+            mask,
         )
 
     def _resetting(self, obs: Any, ended: Array, info: dict[str, Any]) -> tuple[Any, tuple[Array, Array], Any]:

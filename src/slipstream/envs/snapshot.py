@@ -7,7 +7,7 @@ known not to change, and anything else means that the state cannot be had this w
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import gymnasium as gym
 import numpy as np
@@ -103,5 +103,5 @@ def generator_state(rng: np.random.Generator) -> dict[str, Any]:
 def generator_from(state: dict[str, Any]) -> np.random.Generator:
     """The generator that `generator_state` described."""
     bits = np.random.PCG64()
-    bits.state = state
+    bits.state = cast(Any, state)
     return np.random.Generator(bits)

@@ -10,8 +10,8 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from slipstream.errors import ConfigError
 from slipstream.actions import Head
+from slipstream.errors import ConfigError
 
 Array = NDArray[Any]
 LEAVES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
@@ -81,8 +81,8 @@ def _concatenate(space: spaces.Space[Any], obs: Any, lead: tuple[int, ...]) -> A
     if isinstance(space, spaces.Tuple):
         return np.concatenate([_concatenate(s, o, lead) for s, o in zip(space.spaces, obs, strict=True)], -1)
     if isinstance(space, spaces.Discrete):
-        hot = np.asarray(obs).reshape(*lead, 1) - space.start == np.arange(space.n)
-        return hot.astype(np.float32)
+        index: Array = np.asarray(obs).reshape(*lead, 1) - space.start
+        return np.asarray(index == np.arange(space.n), np.float32)
     if isinstance(space, spaces.MultiDiscrete):
         values = (np.asarray(obs) - space.start).reshape(*lead, -1)
         hots = [values[..., i : i + 1] == np.arange(n) for i, n in enumerate(space.nvec.ravel())]
@@ -106,7 +106,7 @@ class Actions:
         """Raw actions `[..., components]` (or `[...]` of a single choice) to environment actions."""
         space = self.space
         if isinstance(space, spaces.Discrete):
-            return raw + space.start if space.start else raw
+            return np.asarray(raw + space.start)
         lead = raw.shape[:-1]
         if isinstance(space, spaces.MultiDiscrete):
             values = raw + space.start.ravel()

@@ -78,8 +78,8 @@ def forward_for(policy: Policy) -> tuple[Forward, Forward]:
     return numpy_forward(policy) if plain else torch_forward(policy)
 
 
-def _view(p: torch.Tensor) -> Array:
-    return p.detach().numpy()  # shares memory: sees every pull
+def _view(p: Any) -> Array:
+    return cast(Array, p.detach().numpy())  # shares memory: sees every pull
 
 
 def _numpy_mlp(mlp: MLP) -> Callable[[Array], Array]:

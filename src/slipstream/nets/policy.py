@@ -6,6 +6,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -13,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from slipstream.actions import Head
 from slipstream.config import Net
 from slipstream.errors import ConfigError
-from slipstream.actions import Head
 
 ALIGN = 16  # float32 elements: each parameter starts on a cache line, whatever came before it
 
@@ -26,7 +27,7 @@ class MLP(nn.Module):
     def __init__(self, shape: tuple[int, ...], hidden: tuple[int, ...], activation: str) -> None:
         super().__init__()
         sizes = [math.prod(shape), *hidden]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:], strict=True))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
         self.activation = torch.tanh if activation == "tanh" else torch.relu
         self.activation_name = activation
         self.out_features = sizes[-1]
@@ -97,7 +98,7 @@ class Policy(nn.Module):
         cuts = [0, *(t for t in range(1, len(x)) if bool(starts[t].any())), len(x)]
         keep = (~starts).to(x.dtype).unsqueeze(-1)
         outputs = []
-        for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
+        for begin, end in pairwise(cuts):
             # where, not times: a NaN in an old state must not survive the start of an episode
             state = torch.where(keep[begin] > 0, state, torch.zeros(()))
             h, c = (part.unsqueeze(0).contiguous() for part in state.chunk(2, -1))

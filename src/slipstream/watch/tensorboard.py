@@ -45,24 +45,18 @@ class Events:
 
         self.Event, self.Summary, self.Histogram = Event, Summary, HistogramProto
         self.writer = EventFileWriter(str(directory / "tensorboard"))
-        self.last = -1
         if purge_step is not None:
             start = SessionLog(status=SessionLog.START)
             self.writer.add_event(Event(wall_time=time.time(), step=purge_step, session_log=start))
 
     def scalars(self, metrics: dict[str, Any]) -> None:
-        """One point of each metric; a look at a step that has one already is left out."""
+        """One point of each metric."""
         step = int(metrics["steps"])
-        if step <= self.last:
-            return
-        self.last = step
         values = {tag: metrics[name] for name, tag in TAGS.items() if name in metrics}
         for w, rate in enumerate(metrics.get("worker_steps_per_second", ())):
             values[f"workers/{w}_steps_per_second"] = rate
         summary = self.Summary(
-            value=[
-                self.Summary.Value(tag=tag, simple_value=float(v)) for tag, v in values.items() if np.isfinite(v)
-            ]
+            value=[self.Summary.Value(tag=tag, simple_value=float(v)) for tag, v in values.items() if np.isfinite(v)]
         )
         self.writer.add_event(self.Event(wall_time=time.time(), step=step, summary=summary))
 
@@ -78,9 +72,7 @@ class Events:
                 bucket_limit=edges[1:].tolist(), bucket=counts.tolist(),
             )  # fmt: skip
             made.append(self.Summary.Value(tag=tag, histo=histo))
-        self.writer.add_event(
-            self.Event(wall_time=time.time(), step=step, summary=self.Summary(value=made))
-        )
+        self.writer.add_event(self.Event(wall_time=time.time(), step=step, summary=self.Summary(value=made)))
 
     def counts(self, tag: str, step: int, histogram: NDArray[np.float64]) -> None:
         """A histogram given as counts of 0, 1, 2, … (staleness)."""

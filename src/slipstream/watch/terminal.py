@@ -82,7 +82,10 @@ class Live:
         done = min(1.0, m["steps"] / max(1, self.total))
         rows = [
             ("steps", f"{number(m['steps'])} of {number(self.total)}  ({100 * done:.0f} %)"),
-            ("speed", f"{number(m['steps_per_second'])} steps/s   {number(m['updates_per_second'])} updates/s"),
+            (
+                "speed",
+                f"{number(m['steps_per_second'])} steps/s   {number(m['updates_per_second'])} updates/s",
+            ),
             (
                 "return",
                 f"{m['return']:.1f}  {spark(list(self.returns))}  mean of {m['return_episodes']} episodes"
