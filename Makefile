@@ -2,7 +2,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-export TMPDIR ?= /tmp
 
 .PHONY: demo test lint bench clean
 

@@ -74,7 +74,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def save_checkpoint(directory: Path, slot: Slot, state: dict[str, Any], workers: list[Path], keep: int) -> Path:
-    """Write `checkpoints/<steps>/` from a slot that nobody changes meanwhile.
+    """Write `checkpoints/<steps>/` (`<steps>.1` if that exists) from a slot that nobody changes meanwhile.
 
     Args:
         directory: the run directory.
@@ -90,6 +90,8 @@ def save_checkpoint(directory: Path, slot: Slot, state: dict[str, Any], workers:
     room.mkdir(exist_ok=True)
     sweep(directory)
     name = f"{slot.steps:012d}"
+    again = len(list(room.glob(f"{name}*")))  # the same step may be saved twice (a run that is extended)
+    name = f"{name}.{again}" if again else name
     temporary = room / f".{name}.{os.getpid()}.tmp"
     temporary.mkdir()
     try:
@@ -104,8 +106,6 @@ def save_checkpoint(directory: Path, slot: Slot, state: dict[str, Any], workers:
         write_file(temporary / "state.json", json.dumps(whole, indent=1).encode())
         sync_directory(temporary)
         final = room / name
-        if final.exists():  # the same step again: the new one may hold more (an extended run)
-            shutil.rmtree(final)
         os.replace(temporary, final)
         sync_directory(room)
     except OSError:

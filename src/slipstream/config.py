@@ -236,7 +236,7 @@ def _coerce(value: Any, hint: Any, where: str) -> Any:
         return dict(value)
     if hint is bool and isinstance(value, bool):
         return value
-    if hint is int and isinstance(value, int | float) and not isinstance(value, bool) and value == int(value):
+    if hint is int and isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0:
         return int(value)
     if hint is float and not isinstance(value, bool):
         try:  # YAML reads 1e-3 as text

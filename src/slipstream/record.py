@@ -74,7 +74,7 @@ def read(path: str | Path, count: int | None = None) -> NDArray[np.void]:
     if not file.exists():
         raise ConfigError(f"{file}: this run was not recorded (record: false, or rule hogwild)")
     raw = file.read_bytes()
-    if raw[: len(MAGIC)] != MAGIC:
+    if raw[: len(MAGIC)] != MAGIC or len(raw) < HEADER:
         raise ConfigError(f"{file}: not a schedule record")
     whole = (len(raw) - HEADER) // ENTRY.itemsize
     if count is not None and whole < count:

@@ -139,8 +139,6 @@ class Collector:
         self.returns, self.lengths = np.zeros(B), np.zeros(B, np.int64)
         self.discounted = np.zeros(B)
         self.obs, self.mask = env.reset()
-        if self.mask is not None:
-            self.rollout.mask = zeros(T, *self.mask.shape, dtype=bool)
 
     def collect(self, version: int, stopped: Callable[[], bool]) -> Rollout | None:
         """Act for T steps with the weights pulled last; None if `stopped()` before the end.
@@ -160,8 +158,11 @@ class Collector:
                 norm.observations(self.raw[t], out=seen)
             params, state = self.act(seen, state, r.starts[t])
             action = self.choose(params, self.rng, self.mask)
-            if self.mask is not None and r.mask is not None:
-                r.mask[t] = self.mask
+            if self.mask is not None and r.mask is None:  # the first one need not come with the reset
+                r.mask = aligned((len(r.action), *self.mask.shape), np.dtype(bool))
+                r.mask[:t] = True
+            if r.mask is not None:
+                r.mask[t] = True if self.mask is None else self.mask
             step = env.step(action)
             obs_out[t + 1], r.action[t], self.raw_reward[t] = step.obs, action, step.reward
             r.terminated[t], r.truncated[t] = step.terminated, step.truncated
@@ -315,6 +316,9 @@ def gae(
     """
     if value.shape != (len(reward) + 1, *reward.shape[1:]):
         raise ValueError(f"values {value.shape} do not fit rewards {reward.shape}")
+    for other in (terminated, truncated, valid, bootstrap, has_bootstrap):
+        if other.shape != reward.shape:  # would be broadcast without a word
+            raise ValueError(f"an array {other.shape} does not fit rewards {reward.shape}")
     following = np.where(has_bootstrap, bootstrap, value[1:]) if has_bootstrap.any() else value[1:]
     delta = reward + gamma * following * ~terminated - value[:-1]
     delta *= valid

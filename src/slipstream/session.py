@@ -64,6 +64,7 @@ class Session:
         self.next = dict.fromkeys(("metrics", "memory"), 0.0)
         self.saved = time.monotonic()
         self.disk_full = False
+        self.bad_reads = 0
 
     # -- start -----------------------------------------------------------------------------------
 
@@ -171,6 +172,9 @@ class Session:
             stale.unlink()
         self.supervisor = Supervisor(run.worker_count, self.pool, self.store, self.log, run.limits, begin)
         self.meter = Meter(self.store, run.target_window)
+        self.target = run.target_return
+        if self.loaded is not None:
+            self._go_on(self.loaded.state)
         first = self.loaded.state["steps"] + 1 if self.loaded is not None else None
         self.writer = Writer(directory, run.watch, self.parts["pieces"], first)
         title = f"{run.env}  {run.algorithm}, {run.update}, {run.workers} workers x {run.copies} copies"
@@ -190,24 +194,34 @@ class Session:
         # after a resume, numbers of incarnations that ran before are not used again
         self.supervisor.start({i: int(last.get(str(i), -1)) + 1 for i in range(run.worker_count)})
 
+    def _go_on(self, state: dict[str, Any]) -> None:
+        """Take over the episodes of the stretch before; a target reached then does not stop this one."""
+        e = self.meter.episodes
+        e.count, e.solved_at = state["episodes"], state["solved_at"]
+        e.returns.extend(state["returns"][-e.window :])
+        e.lengths.extend(state["lengths"][-e.window :])
+        if e.solved_at is not None:
+            self.target = None
+
     # -- watch -----------------------------------------------------------------------------------
 
     def _live(self) -> Result:
         """Look after the workers until they have finished or must stop."""
-        run, supervisor, episodes = self.options, self.supervisor, self.meter.episodes
+        supervisor, episodes = self.supervisor, self.meter.episodes
         failure: RunFailed | ConfigError | None = None
         try:
             while supervisor.busy:
                 time.sleep(POLL)
                 supervisor.tick()
-                episodes.look(self.store, run.target_return)
+                episodes.look(self.store, self.target)
                 self._watch()
-                if self.asked or episodes.solved_at is not None or self._time_is_up():
+                solved = self.target is not None and episodes.solved_at is not None
+                if self.asked or solved or self._time_is_up():
                     break
         except (RunFailed, ConfigError) as e:
             failure = e
         self._halt()
-        episodes.look(self.store, run.target_return)
+        episodes.look(self.store, self.target)
         self._watch(last=True)
         saved = self._save(patience=3.0 if self.asked or failure else 60.0)
         supervisor.output()
@@ -260,7 +274,8 @@ class Session:
             self.log("error", text)
         self.disk_full = full
         bad = int(self.store.rows[:, Counter.READS_BAD].sum())
-        if bad:
+        if bad > self.bad_reads:
+            self.bad_reads = bad
             self.log("error", f"{bad} reads were torn: this must not happen under rule {self.options.update}")
 
     # -- checkpoint and stop ---------------------------------------------------------------------
@@ -322,6 +337,8 @@ class Session:
             "weights_checksum": store.checksum(slot.weights),
             "episodes": self.meter.episodes.count,
             "returns": list(self.meter.episodes.returns),
+            "lengths": list(self.meter.episodes.lengths),
+            "solved_at": self.meter.episodes.solved_at,
         }  # fmt: skip
         deadline = time.monotonic() + patience
         try:

@@ -65,31 +65,40 @@ def train(
 
 
 def resume(
-    run: str | os.PathLike[str], *, env: Callable[..., Any] | None = None, torso: Callable[..., Any] | None = None,
-    show: str = "auto", launcher: Launcher | None = None, **settings: Any,
+    run: str | os.PathLike[str], *, env: str | Callable[..., Any] | None = None,
+    torso: Callable[..., Any] | None = None, show: str = "auto", launcher: Launcher | None = None, **settings: Any,
 ) -> Result:  # fmt: skip
     """Go on with a run from its newest whole checkpoint, with its own configuration.
 
-    `settings` are laid over that; every difference is shown and logged.
+    `settings` are laid over that; every difference is shown and logged. `env` and `torso` are the callables the
+    run was trained with, if it was.
 
     Raises:
         ConfigError: no checkpoint, or settings that do not fit it.
     """
     directory = Path(run)
     loaded = checkpoint.newest(directory)
+    given = Given(env if callable(env) else None, torso)
+    if isinstance(env, str):
+        settings["env"] = env
     old = config.load(directory / "config.yaml")
     new = config.check(config.from_dict(config.nested(settings), old))
     if new.workers == "auto":
-        new = _auto(new, Given(env, torso))
+        new = _auto(new, given)
     for fixed in ("env", "algorithm", "net", "normalize_observations", "normalize_rewards", "seed"):
         if getattr(new, fixed) != getattr(old, fixed):
             raise ConfigError(
                 f"{fixed}: {getattr(new, fixed)!r} differs from the run's {getattr(old, fixed)!r}, with which its "
                 "weights were trained; start a new run instead"
             )
+    if loaded.state["steps"] >= new.total_steps:
+        raise ConfigError(
+            f"total_steps: the run has {loaded.state['steps']:,} of its {new.total_steps:,} steps; "
+            "give a larger --total-steps to go on"
+        )
     if old.algo.optimizer != new.algo.optimizer:
         raise ConfigError(f"algo.optimizer: the run's state belongs to {old.algo.optimizer!r}")
-    session = Session(new, Given(env, torso), directory, show, launcher)
+    session = Session(new, given, directory, show, launcher)
     session.loaded = loaded
     session.changes = config.differences(old, new)
     config.save(new, directory / "config.yaml")

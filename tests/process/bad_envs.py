@@ -1,0 +1,88 @@
+"""A small environment that misbehaves on request; a child finds it as `bad_envs:Bad-v0`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+LENGTH = 20  # steps of an episode
+
+
+class Bad(gym.Env[Any, Any]):
+    """Two numbers seen, two actions, reward 1 for action 1.
+
+    Args:
+        fault: what goes wrong, see `_fault`; empty: nothing.
+        at: the step of an episode at which it does.
+        marker: a file; where given, the fault happens only for whoever creates it, so once in a run.
+        pause: seconds each step takes.
+    """
+
+    observation_space = gym.spaces.Box(-100.0, 100.0, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, fault: str = "", at: int = 7, marker: str = "", pause: float = 0.0) -> None:
+        self.fault, self.at, self.marker, self.pause = fault, at, marker, pause
+        self.step_number = 0
+        if fault == "hang in construction":
+            time.sleep(3600)
+        if fault == "raise in construction":
+            raise RuntimeError("boom in construction")
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        if self.fault == "raise in reset":
+            raise RuntimeError("boom in reset")
+        self.step_number = 0
+        return self._see(), {}
+
+    def _see(self) -> Any:
+        return self.np_random.normal(size=2).astype(np.float32)
+
+    def step(self, action: Any) -> Any:
+        self.step_number += 1
+        if self.pause:
+            time.sleep(self.pause)
+        obs, reward = self._see(), float(action)
+        if self.step_number == self.at and self._due():
+            obs, reward = self._fault(obs, reward)
+        return obs, reward, self.step_number >= LENGTH, False, {}
+
+    def _due(self) -> bool:
+        if not self.marker:
+            return True
+        try:
+            os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def _fault(self, obs: Any, reward: float) -> tuple[Any, float]:
+        match self.fault:
+            case "raise":
+                raise ValueError(f"boom at step {self.step_number}")
+            case "hang":
+                time.sleep(3600)
+            case "exit":
+                os._exit(3)
+            case "exit well":
+                os._exit(0)
+            case "segfault":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "nan reward":
+                reward = float("nan")
+            case "inf reward":
+                reward = float("inf")
+            case "nan observation":
+                obs = np.full(2, np.nan, np.float32)
+            case "unlike":  # another number in every process and at every moment
+                reward = int.from_bytes(os.urandom(2), "little") / 65536
+        return obs, reward
+
+
+gym.register("Bad-v0", entry_point=Bad)
