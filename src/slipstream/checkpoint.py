@@ -1,7 +1,7 @@
 """Checkpoints: safetensors and JSON, never pickle; a directory that is either whole or not there.
 
 Written under another name, every file fsynced, then renamed; the previous ones stay until it is there.
-`state.json` holds a checksum of each file, verified on loading.
+`state.json` holds a checksum of each file and of itself, verified on loading.
 """
 
 from __future__ import annotations
@@ -100,9 +100,10 @@ def save_checkpoint(directory: Path, slot: Slot, state: dict[str, Any], workers:
         write_part(temporary / "store.safetensors", {}, arrays)
         for file in workers:
             write_file(temporary / file.name, file.read_bytes())
-        files = {f.name: _digest(f) for f in sorted(temporary.iterdir())}
+        files = {f.name: _digest(f.read_bytes()) for f in sorted(temporary.iterdir())}
         header = {h.name.lower(): int(slot.header[h]) for h in Header if h is not Header.CHECKSUM}
         whole = {"format": FORMAT, **header, **state, "files": files}
+        whole["checksum"] = _digest(json.dumps(whole).encode())
         write_file(temporary / "state.json", json.dumps(whole, indent=1).encode())
         sync_directory(temporary)
         final = room / name
@@ -133,8 +134,8 @@ def sweep(directory: Path) -> None:
         shutil.rmtree(stale, ignore_errors=True)
 
 
-def _digest(path: Path) -> str:
-    return blake2b(path.read_bytes(), digest_size=16).hexdigest()
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=16).hexdigest()
 
 
 def found(directory: Path) -> list[Path]:
@@ -152,11 +153,16 @@ class Loaded:
             self.state: dict[str, Any] = json.loads((path / "state.json").read_text())
         except (OSError, ValueError) as e:
             raise ConfigError(f"{path}: no readable state.json ({e})") from None
+        if not isinstance(self.state, dict):
+            raise ConfigError(f"{path / 'state.json'}: damaged")
         if self.state.get("format") != FORMAT:
             raise ConfigError(f"{path}: format {self.state.get('format')!r}, this version reads {FORMAT}")
+        checksum = self.state.pop("checksum", None)
+        if checksum != _digest(json.dumps(self.state).encode()):
+            raise ConfigError(f"{path / 'state.json'}: damaged")
         for name, digest in self.state["files"].items():
             file = path / name
-            if not file.is_file() or _digest(file) != digest:
+            if not file.is_file() or _digest(file.read_bytes()) != digest:
                 raise ConfigError(f"{file}: missing or damaged")
         _, self.arrays = read_part(path / "store.safetensors")
         self.workers = {int(f.stem): f for f in path.glob("*.state")}

@@ -29,7 +29,7 @@ def environments() -> list[dict[str, Any]]:
 
     found = []
     for name, spec in sorted(gym.registry.items()):
-        needs = ""
+        needs = "" if not callable(spec.entry_point) else "moved to a package of its own"
         for module, (package, extra) in NEEDS.items():
             if str(spec.entry_point or spec.vector_entry_point).startswith(module) and not installed(package):
                 needs = f"needs {package}" + (f": pip install 'slipstream-rl[{extra}]'" if extra else "")

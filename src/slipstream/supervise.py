@@ -98,6 +98,13 @@ class ProcessPool:
         workers = [self.pid(i) for i, _ in self.jobs.values()]
         return [p for p in [*workers, *(la.process.pid for la in self.launchers)] if p is not None]
 
+    def stopped(self, index: int) -> bool:
+        """Whether a signal has stopped a worker (SIGSTOP), as far as the system tells."""
+        with suppress(OSError, IndexError):
+            stat = Path(f"/proc/{self.pid(index)}/stat").read_text()
+            return stat.rpartition(")")[2].split()[0] == "T"
+        return False
+
     def dump(self, index: int) -> None:
         """Have a worker write the stack of each of its threads to its output."""
         pid = self.pid(index)
@@ -156,6 +163,10 @@ class ThreadPool:
     def pids(self) -> list[int]:
         """No processes beside this one."""
         return []
+
+    def stopped(self, index: int) -> bool:
+        """A signal stops all threads or none."""
+        return False
 
     def dump(self, index: int) -> None:
         """Write all stacks to the worker's output."""
@@ -289,7 +300,8 @@ class Supervisor:
         """Kill a worker that hangs; one that waits for another does not hang."""
         seat, row, now = self.seats[index], self.store.rows[index], time.monotonic()
         beat, phase = float(row[Counter.BEAT]), row[Counter.PHASE]
-        waits = phase == Phase.WAIT and self.store.tick == seat.tick  # nobody else gets on either
+        # blocked at the lock while nobody else gets on either; in `sync` a worker that waits has a heartbeat
+        waits = phase == Phase.WAIT and self.store.tick == seat.tick and not self.pool.stopped(index)
         if beat != seat.beat or waits:
             seat.beat, seat.tick, seat.changed = beat, self.store.tick, now
         holds = self.store.control[Word.HOLDER] == index + 1 and phase == Phase.APPLY

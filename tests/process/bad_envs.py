@@ -20,14 +20,15 @@ class Bad(gym.Env[Any, Any]):
         fault: what goes wrong, see `_fault`; empty: nothing.
         at: the step of an episode at which it does.
         marker: a file; where given, the fault happens only for whoever creates it, so once in a run.
+        slow: a file; while it is there each step takes a millisecond, so a run lasts but its replay does not.
         pause: seconds each step takes.
     """
 
     observation_space = gym.spaces.Box(-100.0, 100.0, (2,), np.float32)
     action_space = gym.spaces.Discrete(2)
 
-    def __init__(self, fault: str = "", at: int = 7, marker: str = "", pause: float = 0.0) -> None:
-        self.fault, self.at, self.marker, self.pause = fault, at, marker, pause
+    def __init__(self, fault: str = "", at: int = 7, marker: str = "", slow: str = "", pause: float = 0.0) -> None:
+        self.fault, self.at, self.marker, self.slow, self.pause = fault, at, marker, slow, pause
         self.step_number = 0
         if fault == "hang in construction":
             time.sleep(3600)
@@ -46,8 +47,8 @@ class Bad(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         self.step_number += 1
-        if self.pause:
-            time.sleep(self.pause)
+        if self.pause or (self.slow and os.path.exists(self.slow)):
+            time.sleep(self.pause or 0.001)
         obs, reward = self._see(), float(action)
         if self.step_number == self.at and self._due():
             obs, reward = self._fault(obs, reward)

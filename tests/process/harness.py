@@ -147,19 +147,30 @@ def status(pid: int, name: str) -> int:
 # -- a run that lives ------------------------------------------------------------------------------
 
 
+def stores(pid: int) -> dict[int, str]:
+    """Parameter stores that a process has open: inode -> path."""
+    found = {}
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{fd}"
+        with suppress(OSError):
+            target = os.readlink(path)
+            if f"/slipstream-{pid}-" in target and target.endswith("(deleted)"):
+                found[os.stat(path).st_ino] = path
+    return found
+
+
 class Live:
     """A look into a run that process `pid` does in `directory`."""
 
-    def __init__(self, pid: int, directory: Path) -> None:
-        self.pid, self.directory = pid, directory
+    def __init__(self, pid: int, directory: Path, before: dict[int, str] | None = None) -> None:
+        """`before`: stores the process had open before the run."""
+        self.pid, self.directory, self.before = pid, directory, before or {}
         self.store: Store = until(self._open, 60, what="a store")
+        self.store.close()  # only its lock: a look needs none
 
     def _open(self) -> Store | None:
-        for fd in sorted(os.listdir(f"/proc/{self.pid}/fd"), key=int):
-            target = os.readlink(f"/proc/{self.pid}/fd/{fd}")
-            if f"/slipstream-{self.pid}-" in target and target.endswith("(deleted)"):
-                return Store(f"/proc/{self.pid}/fd/{fd}")
-        return None
+        new = [path for inode, path in stores(self.pid).items() if inode not in self.before]
+        return Store(new[0]) if new else None
 
     @property
     def steps(self) -> int:
@@ -248,13 +259,13 @@ def train(
 
     The run is interrupted when the script returns True or fails. What the script raises is raised here.
     """
-    outcome, failed = Outcome(directory), []
+    outcome, failed, before = Outcome(directory), [], stores(os.getpid())
 
     def act() -> None:
         stop = True
         try:
             assert script is not None
-            stop = script(Live(os.getpid(), directory)) is True
+            stop = script(Live(os.getpid(), directory, before)) is True
         except BaseException as e:
             failed.append(e)
         if stop:

@@ -74,10 +74,25 @@ def make(
         return Copies(one, copies, seeds, failures)
     except gym.error.DependencyNotInstalled as e:
         raise ConfigError(f"env: {env} needs something that is not installed.{missing(str(e))}") from None
+    except ImportError as e:  # raised by environments whose package is missing
+        raise ConfigError(f"env: {env} needs something that is not installed: {e}") from e
     except TypeError as e:
         if kwargs and "unexpected keyword" in str(e):
             raise ConfigError(f"env_kwargs: {kwargs} do not fit {env}: {e}") from None
-        raise
+        raise _old_api(e) or e from None
+
+
+def _old_api(error: Exception) -> ConfigError | None:
+    """The sentence for an environment of the old Gym API, which wrappers and Python meet before we do."""
+    reasons = {
+        "unexpected keyword argument 'seed'": "reset takes no seed",
+        "(expected 5, got 4)": "step returned 4 values",
+        "must inherit from the gymnasium.Env class": "it is no gymnasium.Env",
+    }
+    for symptom, reason in reasons.items():
+        if symptom in str(error):
+            return ConfigError(f"env: {OLD_API.format(reason)}")
+    return None
 
 
 def missing(reason: str) -> str:
@@ -94,7 +109,7 @@ class Native:
     def __init__(self, build: Callable[[], Any], copies: int, seeds: np.random.SeedSequence, failures: int) -> None:
         self.build, self.copies, self.max_restarts, self.restarts = build, copies, failures, 0
         self.env = build()
-        self.mode = self.env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+        self.mode = AutoresetMode(self.env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self.encoder = observations(self.env.single_observation_space)
         self.decoder = actions(self.env.single_action_space)
         self.shape, self.dtype, self.head = self.encoder.shape, self.encoder.dtype, self.decoder.head
@@ -106,27 +121,31 @@ class Native:
     def reset(self) -> tuple[Array, Array | None]:
         """Begin an episode in every copy."""
         obs, info = self.env.reset(seed=int(self.rng.integers(2**31)))
-        self.ended[:] = False
+        self.ended = np.zeros(self.copies, bool)
         self.afresh = False
-        return self.encoder.encode(obs, (self.copies,)), info.get("action_mask")
+        return self.encoder.encode(obs, (self.copies,)), _mask(info, ~self.ended)
 
     def step(self, action: Array) -> Step:
         """Step every copy; where the environment raises, all copies are made anew."""
-        if self.afresh:
-            return self._begin_again()
         try:
-            obs, reward, terminated, truncated, info = self.env.step(self.decoder.decode(action))
-        except Exception:
-            return self._failed(action)
+            return self._begin_again() if self.afresh else self._step(action)
+        except RunFailed:
+            raise
+        except Exception as e:
+            return self._failed(e)
+
+    def _step(self, action: Array) -> Step:
+        obs, reward, terminated, truncated, info = self.env.step(self.decoder.decode(action))
         self.steps += 1
-        valid, final, mask = ~self.ended, None, info.get("action_mask")
         ended = np.logical_or(terminated, truncated)
+        valid, final = ~self.ended, None
+        mask = _mask(info, np.ones_like(ended) if self.mode == AutoresetMode.SAME_STEP else ~ended)
         if self.mode == AutoresetMode.NEXT_STEP:
             starts, self.ended = self.ended, ended
         else:
             starts = ended
             if ended.any():
-                obs, final, mask = self._resetting(obs, ended, info)
+                obs, final, mask = self._resetting(obs, ended, info, mask)
         return Step(
             self.encoder.encode(obs, (self.copies,)),
             reward,
@@ -138,30 +157,35 @@ class Native:
             mask,
         )
 
-    def _resetting(self, obs: Any, ended: Array, info: dict[str, Any]) -> tuple[Any, tuple[Array, Array], Any]:
-        """Final observations of rows that ended, and observations that begin the next episodes."""
+    def _resetting(
+        self, obs: Any, ended: Array, info: dict[str, Any], mask: Array | None
+    ) -> tuple[Any, tuple[Array, Array], Array | None]:
+        """Final observations of rows that ended, and observations and masks that begin the next episodes."""
         rows = np.flatnonzero(ended)
         if self.mode == AutoresetMode.SAME_STEP:
             finals = info["final_obs"]
             seen = np.stack([self.encoder.encode(_row(finals, int(b))) for b in rows])
-            return obs, (rows, seen), info.get("action_mask")
-        seen = self.encoder.encode(obs, (self.copies,))[rows]
-        seen = seen.copy()
+            return obs, (rows, seen), mask
+        seen = self.encoder.encode(obs, (self.copies,))[rows]  # a copy
         obs, info = self.env.reset(options={"reset_mask": ended})
-        return obs, (rows, seen), info.get("action_mask")
+        return obs, (rows, seen), _mask(info, ended, mask)
 
     def _begin_again(self, failures: tuple[str, ...] = ()) -> Step:
         obs, mask = self.reset()
         no, yes = np.zeros(self.copies, bool), np.ones(self.copies, bool)
         return Step(obs, np.zeros(self.copies, np.float32), no, no, no, yes, None, mask, failures)
 
-    def _failed(self, action: Array) -> Step:
+    def _failed(self, error: Exception) -> Step:
+        """Make all copies anew; gives up when that has happened too often."""
+        trace = "".join(traceback.format_exception(error))
         self.restarts += 1
-        trace = traceback.format_exc()
         if self.restarts > self.max_restarts:
             raise RunFailed(f"environment raised {self.restarts} times; last at its step {self.steps}:\n{trace}")
-        self.env = self.build()
-        return self._begin_again((f"step {self.steps}, all copies made anew: {trace}",))
+        try:
+            self.env = self.build()
+            return self._begin_again((f"step {self.steps}, all copies made anew: {trace}",))
+        except Exception as e:
+            return self._failed(e)
 
     def replace(self, row: int) -> None:
         """Make all copies begin anew at the next step: a vector form has no reset of one."""
@@ -183,6 +207,25 @@ class Native:
         self.ended, self.afresh = arrays.pop("ended").astype(bool), values["afresh"]
         snapshot.restore(self.env, values["env"], arrays)
         self.rng = snapshot.generator_from(values["rng"])
+
+
+def _mask(info: dict[str, Any], rows: Array, before: Array | None = None) -> Array | None:
+    """Allowed actions `[B, actions]` from a vector form's info: all where a copy gave no mask.
+
+    Only `rows` choose an action next; the others are as `before`, else all allowed.
+    """
+    if "action_mask" in info:
+        mask = np.array(info["action_mask"], bool)
+        mask[~np.broadcast_to(info.get("_action_mask", True), len(mask))] = True
+    elif before is not None:
+        mask = np.ones_like(before)
+    else:
+        return None
+    stuck = np.flatnonzero(rows & ~mask.any(-1))
+    if stuck.size:
+        raise RunFailed(f"copy {stuck[0]}: the environment's action_mask allows no action")
+    mask[~rows] = True if before is None else before[~rows]
+    return mask
 
 
 def _row(batch: Any, b: int) -> Any:
@@ -211,11 +254,15 @@ class Copies:
         self.obs = np.zeros((copies, *self.shape), self.dtype)
         self.ended = np.zeros(copies, bool)
         self.mask: Array | None = None
+        self.failures: list[str] = []  # not yet reported
 
     def reset(self) -> tuple[Array, Array | None]:
         """Begin an episode in every copy."""
         for b in range(self.copies):
-            self._begin(b)
+            try:
+                self._begin(b)
+            except Exception as e:
+                self._failed(b, e)
         return self.obs.copy(), None if self.mask is None else self.mask.copy()
 
     def _begin(self, b: int) -> None:
@@ -226,13 +273,15 @@ class Copies:
         self._see(b, *result)
         self.ended[b] = False
 
-    def _see(self, b: int, obs: Any, info: dict[str, Any]) -> None:
+    def _see(self, b: int, obs: Any, info: dict[str, Any], ended: bool = False) -> None:
         self.obs[b] = self.encoder.encode(obs)  # copies: environments reuse their arrays
-        if "action_mask" in info and self.head.kind == "categorical":
+        if self.head.kind == "categorical" and (self.mask is not None or "action_mask" in info):
             if self.mask is None:
                 self.mask = np.ones((self.copies, self.head.outputs), bool)
-            self.mask[b] = np.asarray(info["action_mask"], bool)
-            if not self.mask[b].any():
+            self.mask[b] = np.asarray(info.get("action_mask", True), bool)
+            if ended:  # nothing is chosen in a final state, and its mask may well be empty
+                self.mask[b] = True
+            elif not self.mask[b].any():
                 raise RunFailed(f"copy {b}: the environment's action_mask allows no action")
 
     def step(self, action: Array) -> Step:
@@ -241,7 +290,6 @@ class Copies:
         reward = np.zeros(n, np.float32)
         terminated, truncated = np.zeros(n, bool), np.zeros(n, bool)
         valid, starts = ~self.ended, self.ended.copy()
-        failures: list[str] = []
         chosen = self.decoder.decode(action)
         for b in range(n):
             try:
@@ -249,15 +297,14 @@ class Copies:
                     self._begin(b)
                 else:
                     reward[b], terminated[b], truncated[b] = self._step(b, chosen[b])
-            except ConfigError:
-                raise
             except Exception as e:
-                failures.append(self._failed(b, e))
+                self._failed(b, e)
                 valid[b], starts[b], reward[b] = False, True, 0.0
                 terminated[b] = truncated[b] = False
         self.ended = terminated | truncated
         mask = None if self.mask is None else self.mask.copy()
-        return Step(self.obs.copy(), reward, terminated, truncated, valid, starts, None, mask, tuple(failures))
+        failures, self.failures = tuple(self.failures), []
+        return Step(self.obs.copy(), reward, terminated, truncated, valid, starts, None, mask, failures)
 
     def _step(self, b: int, action: Any) -> tuple[float, bool, bool]:
         if len(self.histories[b]) < HISTORY:
@@ -266,11 +313,14 @@ class Copies:
         if len(result) != 5:
             raise ConfigError(f"env: {OLD_API.format(f'step returned {len(result)} values')}")
         obs, reward, terminated, truncated, info = result
-        self._see(b, obs, info)
+        self._see(b, obs, info, bool(terminated or truncated))
         return float(reward), bool(terminated), bool(truncated)
 
-    def _failed(self, b: int, error: Exception) -> str:
+    def _failed(self, b: int, error: Exception) -> None:
         """Replace copy b; gives up when that has happened too often."""
+        wrong = error if isinstance(error, ConfigError) else _old_api(error)
+        if wrong is not None:
+            raise wrong from None
         step, trace = len(self.histories[b]), "".join(traceback.format_exception(error))
         where = f"copy {b}, episode step {step}"
         self.restarts += 1
@@ -280,9 +330,12 @@ class Copies:
             self.envs[b].close()
         except Exception as e:
             warnings.warn(f"closing the failed copy {b}: {e}", stacklevel=1)
-        self.envs[b] = self.build()
-        self._begin(b)
-        return f"{where}, copy made anew: {trace}"
+        self.failures.append(f"{where}, copy made anew: {trace}")
+        try:
+            self.envs[b] = self.build()
+            self._begin(b)
+        except Exception as e:
+            self._failed(b, e)
 
     def replace(self, row: int) -> None:
         """Begin a new episode in one copy at its next step."""
@@ -302,12 +355,15 @@ class Copies:
         Raises:
             ValueError: the environment did not come back to the same observation.
         """
-        for b, env in enumerate(self.envs):
-            self.seeds[b] = values["seeds"][b]
-            self._see(b, *env.reset(seed=self.seeds[b]))
-            self.histories[b] = []
-            for action in arrays.get(f"actions.{b}", ()):
-                self._step(b, action)
+        try:
+            for b, env in enumerate(self.envs):
+                self.seeds[b] = values["seeds"][b]
+                self._see(b, *env.reset(seed=self.seeds[b]))
+                self.histories[b] = []
+                for action in arrays.get(f"actions.{b}", ()):
+                    self._step(b, action)
+        except Exception as e:
+            raise ValueError(f"the environment raised when its episode was executed again: {e}") from e
         if not np.array_equal(self.obs, arrays["obs"], equal_nan=True):
             raise ValueError("the environment is not deterministic: the same seed and actions led elsewhere")
         self.ended = arrays["ended"].astype(bool)

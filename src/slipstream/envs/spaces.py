@@ -23,7 +23,7 @@ class Observations:
 
     A Box keeps its shape; 8-bit images (bounds 0 and 255) stay uint8 up to the network, which scales them;
     everything else becomes float32. Discrete parts are one-hot; Dict and Tuple are concatenated in the
-    order of the space, never of the observation.
+    order of the space, never of the observation; 8-bit images in them are scaled here.
     """
 
     space: spaces.Space[Any]
@@ -45,9 +45,16 @@ def observations(space: spaces.Space[Any]) -> Observations:
     """
     _supported(space, "observation")
     if isinstance(space, spaces.Box):
-        image = space.dtype == np.uint8 and bool((space.high == 255).all() and (space.low == 0).all())
-        return Observations(space, space.shape or (1,), np.dtype(np.uint8 if image else np.float32))
+        return Observations(space, space.shape or (1,), np.dtype(np.uint8 if _image(space) else np.float32))
     return Observations(space, (_width(space),), np.dtype(np.float32))
+
+
+def _image(space: spaces.Space[Any]) -> bool:
+    return (
+        isinstance(space, spaces.Box)
+        and space.dtype == np.uint8
+        and bool((space.high == 255).all() and (space.low == 0).all())
+    )
 
 
 def _supported(space: spaces.Space[Any], what: str) -> None:
@@ -87,7 +94,8 @@ def _concatenate(space: spaces.Space[Any], obs: Any, lead: tuple[int, ...]) -> A
         values = (np.asarray(obs) - space.start).reshape(*lead, -1)
         hots = [values[..., i : i + 1] == np.arange(n) for i, n in enumerate(space.nvec.ravel())]
         return np.concatenate(hots, -1).astype(np.float32)
-    return np.asarray(obs, np.float32).reshape(*lead, -1)
+    values = np.asarray(obs, np.float32).reshape(*lead, -1)
+    return values / np.float32(255) if _image(space) else values
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ class Live:
         self.console = Console(file=stream)
         self.title, self.total = title, total_steps
         self.returns: deque[float] = deque(maxlen=40)
+        self.rates: deque[float] = deque(maxlen=10)
         self.live = RichLive(console=self.console, auto_refresh=False)
         self.live.start()
 
@@ -77,8 +78,9 @@ class Live:
 
         if m["return_episodes"]:
             self.returns.append(m["return"])
-        rate = max(1e-9, m["steps"] / max(1e-9, m["wall"]))
-        table = Table.grid(padding=(0, 2))
+        self.rates.append(m["steps_per_second"])
+        rate = max(1e-9, sum(self.rates) / len(self.rates))
+        table = Table(show_header=False, box=None, padding=(0, 2), title=self.title, title_justify="left")
         done = min(1.0, m["steps"] / max(1, self.total))
         rows = [
             ("steps", f"{number(m['steps'])} of {number(self.total)}  ({100 * done:.0f} %)"),
@@ -98,7 +100,6 @@ class Live:
         ]
         if "reads_overlapped_share" in m:
             rows.insert(4, ("torn reads", f"at most {100 * m['reads_overlapped_share']:.2f} % (hogwild: by design)"))
-        table.add_row(f"[bold]{self.title}[/bold]", "")
         for name, text in rows:
             table.add_row(f"[dim]{name}[/dim]", text)
         self.live.update(table, refresh=True)
