@@ -1,11 +1,11 @@
 """A3C in one file: torch, NumPy and Gymnasium, nothing of Slipstream.
 
-    python examples/a3c_one_file.py --total-steps 100000
+Run it with: python examples/a3c_one_file.py --total-steps 100000
 
 One actor-learner over B copies of CartPole, the plain way: modules, `torch.distributions`, `torch.optim.Adam`.
-It is the oracle of the tests: `slipstream train CartPole-v1 --workers 1` with the same numbers takes the same
-actions, gets the same rewards and losses, and ends with the same weights to 1e-5. So it shares no code with
-Slipstream, only the way seeds are derived (`spawned`) and the noise that actions are drawn with (`act`).
+It is the oracle of the tests: one worker of Slipstream with the same settings takes the same actions, gets the
+same rewards and losses, and ends with the same weights to 1e-5. The two share no code, only the way seeds are
+derived (`spawned`) and the noise that actions are drawn with (`act`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Settings:
 
     seed: int = 0
     total_steps: int = 100_000
+    max_episode_steps: int = 500
     copies: int = 8  # B
     rollout_steps: int = 16  # T
     gamma: float = 0.98
@@ -90,7 +91,9 @@ def act(model: ActorCritic, obs: np.ndarray, rng: np.random.Generator) -> np.nda
 def train(settings: Settings, model: ActorCritic) -> Iterator[Update]:
     """Train `model`; gives each update as it has been made."""
     s, T, B = settings, settings.rollout_steps, settings.copies
-    env = gym.make_vec("CartPole-v1", num_envs=B, vectorization_mode="vector_entry_point")
+    env = gym.make_vec(
+        "CartPole-v1", num_envs=B, vectorization_mode="vector_entry_point", max_episode_steps=s.max_episode_steps
+    )
     resets = np.random.Generator(np.random.PCG64(spawned(s.seed, ENVIRONMENT, 0, 0)))
     rng = np.random.Generator(np.random.PCG64(spawned(s.seed, ACTIONS, 0, 0)))
     optimizer = torch.optim.Adam(model.parameters(), lr=s.learning_rate, eps=1e-5)
@@ -99,26 +102,26 @@ def train(settings: Settings, model: ActorCritic) -> Iterator[Update]:
     returns, steps = np.zeros(B), 0
 
     while steps < s.total_steps:
-        O = np.zeros((T + 1, B, 4), np.float32)
+        S = np.zeros((T + 1, B, 4), np.float32)
         A = np.zeros((T, B), np.int64)
         R = np.zeros((T, B), np.float32)
         terminated, done, valid = (np.zeros((T, B), bool) for _ in range(3))
         finished: list[float] = []
         for t in range(T):
-            O[t], A[t] = obs, act(model, obs, rng)
+            S[t], A[t] = obs, act(model, obs, rng)
             valid[t] = ~ended  # the step after an end only resets (NEXT_STEP): nothing was done in it
             obs, R[t], terminated[t], truncated, _ = env.step(A[t])
             done[t] = ended = terminated[t] | truncated
             returns += R[t]
             finished += returns[ended].tolist()
             returns[ended] = 0
-        O[T] = obs
+        S[T] = obs
 
-        logits, values = model(torch.as_tensor(O))
+        logits, values = model(torch.as_tensor(S))
         V = values.detach().numpy()
         advantages = np.zeros((T, B), np.float32)
         following = np.zeros(B, np.float32)
-        for t in reversed(range(T)):  # obs[t + 1] is the final observation where an episode ended at t
+        for t in reversed(range(T)):  # S[t + 1] is the final observation where an episode ended at t
             delta = R[t] + s.gamma * V[t + 1] * ~terminated[t] - V[t]
             following = (delta + s.gamma * s.gae_lambda * ~done[t] * following) * valid[t]
             advantages[t] = following
@@ -133,15 +136,12 @@ def train(settings: Settings, model: ActorCritic) -> Iterator[Update]:
 
         optimizer.zero_grad()
         loss.backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
-        for g in gradients:
-            g.mul_(min(1.0, s.max_gradient_norm / norm))
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), s.max_gradient_norm))
         rate = s.learning_rate * max(0.0, 1 - steps / s.schedule_steps)
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
         steps += int(count)
-        yield Update(O, A, R, loss.item(), norm, rate, steps, finished)
+        yield Update(S, A, R, loss.item(), norm, rate, steps, finished)
 
 
 def main() -> None:

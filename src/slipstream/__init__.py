@@ -8,6 +8,8 @@ action = policy.act(observation)
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -53,9 +55,21 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     value = getattr(importlib.import_module(f"slipstream.{_PLACES[name]}"), name)
-    globals()[name] = value  # a function shadows the submodule of the same name
+    globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class _Package(ModuleType):
+    """Keeps `slipstream.train` the function, where importing the submodule of that name would put the module."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _PLACES and isinstance(value, ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

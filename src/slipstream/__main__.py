@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from typing import Any
+
+
+def _leave(number: int, frame: Any) -> None:
+    """Ctrl-C while modules are imported: nothing has begun."""
+    os._exit(128 + number)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    """Ctrl-C and SIGTERM alike unwind the command; training has its own handler."""
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def main() -> None:
     """Run the command line."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
     arguments = sys.argv[1:]
     launcher = None
     if arguments[:1] == ["replay"]:
@@ -21,6 +35,8 @@ def main() -> None:
             launcher = Launcher()  # imports torch while options are read here
     from slipstream.cli import run
 
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     code = run(arguments, launcher)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,7 @@ def stepper(run: Run, store: Store, env: Environment) -> Stepper:
 def rule(run: Run, store: Store, env: Environment) -> Any:
     """The run's update rule over this handle of the store."""
     algorithm = module("algos", run.algorithm)
-    rate = lambda steps: algorithm.learning_rate(run.algo, steps, run.total_steps)  # noqa: E731
+    rate = partial(algorithm.learning_rate, run.algo, horizon=run.total_steps)
     return module("rules", run.update).Rule(store, stepper(run, store, env), rate)
 
 
@@ -120,10 +121,8 @@ def collector(
 ) -> Collector:
     """The collector of one incarnation of one worker."""
     act, value = forward_for(policy)
-    head = env.head
     return Collector(
-        env, run.algo.rollout_steps, act, value,
-        lambda params, rng, mask: actions.sample(head, params, rng, mask),
+        env, run.algo.rollout_steps, act, value, partial(actions.sample, env.head),
         np.random.Generator(np.random.PCG64(seeds(run, Role.ACTIONS, worker, incarnation))),
         policy.state_size, normalizer, row,
     )  # fmt: skip

@@ -90,8 +90,9 @@ def save_checkpoint(directory: Path, slot: Slot, state: dict[str, Any], workers:
     room.mkdir(exist_ok=True)
     sweep(directory)
     name = f"{slot.steps:012d}"
-    again = len(list(room.glob(f"{name}*")))  # the same step may be saved twice (a run that is extended)
-    name = f"{name}.{again}" if again else name
+    for earlier in found(directory):  # the same step may be saved again (a run that is extended)
+        if _order(earlier)[0] == slot.steps:
+            name = f"{slot.steps:012d}.{_order(earlier)[1] + 1}"
     temporary = room / f".{name}.{os.getpid()}.tmp"
     temporary.mkdir()
     try:
@@ -114,7 +115,7 @@ def save_checkpoint(directory: Path, slot: Slot, state: dict[str, Any], workers:
         raise
     for file in workers:
         file.unlink(missing_ok=True)
-    for old in sorted(found(directory))[:-keep]:
+    for old in found(directory)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -140,8 +141,14 @@ def _digest(data: bytes) -> str:
 
 def found(directory: Path) -> list[Path]:
     """Checkpoints of a run, oldest first."""
-    room = directory / "checkpoints"
-    return sorted(p for p in room.glob("[0-9]*") if p.is_dir()) if room.is_dir() else []
+    room = (directory / "checkpoints").glob("[0-9]*")
+    return sorted((p for p in room if p.is_dir() and p.name.replace(".", "").isdigit()), key=_order)
+
+
+def _order(checkpoint: Path) -> tuple[int, int]:
+    """(steps, how often that step had been saved before)."""
+    steps, _, again = checkpoint.name.partition(".")
+    return int(steps), int(again or 0)
 
 
 class Loaded:
@@ -149,6 +156,7 @@ class Loaded:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.passed_over: list[tuple[Path, str]] = []  # newer ones that are damaged, and how
         try:
             self.state: dict[str, Any] = json.loads((path / "state.json").read_text())
         except (OSError, ValueError) as e:
@@ -195,12 +203,15 @@ def newest(directory: Path) -> Loaded:
     Raises:
         ConfigError: there is none.
     """
-    problems = []
+    problems: list[tuple[Path, str]] = []
     for path in reversed(found(directory)):
         try:
-            return Loaded(path)
+            loaded = Loaded(path)
         except ConfigError as e:
-            problems.append(str(e))
-    why = f": {'; '.join(problems)}" if problems else ""
+            problems.append((path, str(e)))
+        else:
+            loaded.passed_over = problems
+            return loaded
+    why = f": {'; '.join(text for _, text in problems)}" if problems else ""
     what = "no whole checkpoint" if directory.is_dir() else "no such run directory"
     raise ConfigError(f"{directory}: {what}{why}")

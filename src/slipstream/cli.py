@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import sys
@@ -55,12 +56,17 @@ def run(arguments: list[str], launcher: Launcher | None = None) -> int:
         return _dispatch(arguments, launcher)
     except SlipstreamError as e:
         print(f"slipstream: {e}", file=sys.stderr)
-        return 143 if isinstance(e, Interrupted) and "SIGTERM" in str(e) else e.exit_code
-    except KeyboardInterrupt:
-        return 130
+        return 143 if isinstance(e, Interrupted) and str(e).startswith("stopped by SIGTERM") else e.exit_code
+    except KeyboardInterrupt as e:
+        return 143 if "SIGTERM" in e.args else 130
     except BrokenPipeError:  # the reader of our output has gone (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
+    except OSError as e:  # what a user can mend; anything else is a fault of ours and keeps its traceback
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+        print(f"slipstream: {e.strerror}" + (f": {e.filename}" if e.filename else ""), file=sys.stderr)
+        return 1
     finally:
         if launcher is not None:
             launcher.close()
@@ -176,6 +182,8 @@ def _base(arguments: list[str]) -> config.Run:
         values = config.preset(env)
     algorithm = _value_of(arguments, "--algorithm", "--algo")
     if algorithm is not None:
+        if file is None and algorithm != values.get("algorithm", config.Run.algorithm):
+            values.pop("algo", None)  # a preset's hyper-parameters are of its own algorithm
         values["algorithm"] = algorithm
     if env is not None:
         values["env"] = env
@@ -264,7 +272,8 @@ def _finished(result: Any, as_json: bool) -> int:
         f"{100 * s['wait_share']:.1f} % of the workers' time{torn}"
     )
     d = s["run"]
-    print(f"\nrun: {d}\nnext:\n  slipstream eval {d}\n  slipstream replay {d}\n  tensorboard --logdir {d}")
+    again = f"  slipstream replay {d}\n" if (Path(d) / "schedule.bin").exists() else ""
+    print(f"\nrun: {d}\nnext:\n  slipstream eval {d}\n{again}  tensorboard --logdir {d}")
     return 0
 
 

@@ -184,7 +184,7 @@ def from_dict(values: dict[str, Any], base: Run | None = None) -> Run:
         ConfigError: an unknown key (with the nearest valid one) or a value of the wrong type.
     """
     base = base or Run()
-    algorithm = values.get("algorithm", base.algorithm)
+    algorithm = _coerce(values.get("algorithm", base.algorithm), str, "algorithm")
     hyper = hyperparameters(algorithm)
     algo = base.algo if isinstance(base.algo, hyper) else hyper()
     return typing.cast(Run, _overlay(dataclasses.replace(base, algo=algo), values, ""))
@@ -333,13 +333,14 @@ def check(run: Run) -> Run:
     Raises:
         ConfigError: names the option, its value and what is allowed.
     """
-    module("rules", run.update)
+    if run.update not in names("rules"):  # not imported here: rules need torch
+        raise unknown("update", run.update, names("rules"))
     hyperparameters(run.algorithm)
     for name, low in [("copies", 1), ("total_steps", 0), ("target_window", 1), ("seed", 0), ("workers", 0)]:
         if getattr(run, name) != "auto" and getattr(run, name) < low:
             raise ConfigError(f"{name}: {getattr(run, name)} is too small, the least is {low}")
     for name, value in [*vars(run.limits).items(), *vars(run.watch).items()]:
-        if not isinstance(value, bool) and value < 0:
+        if not value >= 0:
             raise ConfigError(f"{name}: {value} is negative")
     if any(h < 1 for h in run.net.hidden):
         raise ConfigError(f"net.hidden: {run.net.hidden} has a layer without units")

@@ -32,6 +32,7 @@ from typing import Any
 from slipstream.cores import SINGLE_THREADED
 
 PR_SET_PDEATHSIG = 1
+STOPPING = {signal.SIGINT, signal.SIGTERM}
 
 
 class Launcher:
@@ -42,11 +43,15 @@ class Launcher:
         os.set_inheritable(theirs.fileno(), True)
         command = [sys.executable, "-m", "slipstream.launch", str(theirs.fileno())]
         path = os.pathsep.join(p for p in sys.path if p)
-        self.process = subprocess.Popen(
-            [*command, "solo" if solo else "fork", str(os.getpid())],
-            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-            env={**os.environ, **SINGLE_THREADED, "PYTHONPATH": path},
-        )  # fmt: skip
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # until the child can ignore them
+        try:
+            self.process = subprocess.Popen(
+                [*command, "solo" if solo else "fork", str(os.getpid())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                env={**os.environ, **SINGLE_THREADED, "PYTHONPATH": path},
+            )  # fmt: skip
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self.channel, self.solo, self.data = ours, solo, bytearray()
         self.channel.setblocking(False)
@@ -100,9 +105,14 @@ def die_with_parent(parent: int) -> None:
 
 
 def ignore_signals() -> None:
-    """Leave stopping to the parent: a terminal's Ctrl-C and a scheduler's SIGTERM reach every process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Leave stopping to the parent: a terminal's Ctrl-C and a scheduler's SIGTERM reach every process.
+
+    Not SIG_IGN, which programs that an environment starts would inherit: they could not be terminated.
+    """
+    for number in STOPPING:
+        signal.signal(number, lambda *_: None)
+        signal.siginterrupt(number, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def main() -> None:
@@ -215,7 +225,10 @@ def _watch(parent: int) -> None:
 
 def _say(channel: socket.socket, message: dict[str, Any]) -> None:
     data = json.dumps(message).encode()
-    channel.sendall(struct.pack("<Q", len(data)) + data)
+    try:
+        channel.sendall(struct.pack("<Q", len(data)) + data)
+    except ConnectionError:  # nobody wants to know any more
+        os._exit(1)
 
 
 def _receive(channel: socket.socket) -> bytes:

@@ -74,7 +74,7 @@ class Stepper:
         """
         rate = learning_rate(slot.steps)
         for c in contributions:
-            slot.header[Header.STEPS] += c.samples
+            slot.numbers[Header.STEPS] += c.samples
         good = [c for c in contributions if c.finite]
         for c in good:
             at = 0
@@ -86,10 +86,10 @@ class Stepper:
         if len(good) == 1:
             gradient = good[0].gradient
         else:
-            total = np.float32(sum(c.samples for c in good))
+            total = np.float32(max(1, sum(c.samples for c in good)))  # 0: nothing but resets
             gradient = np.zeros_like(good[0].gradient)
             for c in good:
                 gradient += c.gradient * (np.float32(c.samples) / total)
         self.step(slot, gradient, rate)
-        slot.header[Header.VERSION] += 1
+        slot.numbers[Header.VERSION] += 1
         return True

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,10 @@ def replay(
         missing = [n for n in part["callables"] if {"env": env, "torso": torso}[n] is None]
         if missing:
             raise ConfigError(f"{directory}: was trained with a callable {missing[0]}; give it as {missing[0]}=")
+    made = 0
+    with suppress(ConfigError):  # a run that was killed early has no checkpoint
+        made = checkpoint.newest(directory).state["entries"]
+    record.read(directory / "schedule.bin", made)  # refuses one that has been cut off
     entries = record.read(directory / "schedule.bin")
     begun = time.perf_counter()
     with _single_thread(), tempfile.TemporaryDirectory() as scratch:
@@ -213,6 +217,13 @@ class _Replayer:
                 )
 
     def _apply(self, entries: NDArray[np.void], begin: int, end: int) -> None:
+        for i in range(begin, end):
+            if i not in self.ready:
+                e = entries[i]
+                raise Differs(
+                    f"the record is damaged: worker {e['worker']} cannot have pulled tick {e['pulled']} for its "
+                    f"contribution {i}, which made tick {e['tick']} and update {e['version']}"
+                )
         offered = [self.ready.pop(i) for i in range(begin, end)]
         e = entries[end - 1]
         with self.store.transaction() as slot:
@@ -222,6 +233,7 @@ class _Replayer:
     def _check(self, e: Any, slot: Slot, offered: list[Contribution]) -> None:
         who = " and ".join(str(c.worker) for c in offered)
         for name, was, now in [
+            ("tick", int(e["tick"]), self.store.tick + 1),
             ("version", int(e["version"]), slot.version),
             ("steps", int(e["steps"]), slot.steps),
         ]:

@@ -213,7 +213,8 @@ class Collector:
             self.returns += self.raw_reward[t]
             self.lengths += r.valid[t]
             for b in np.flatnonzero(ended[t]):
-                if r.terminated[t, b] or r.truncated[t, b]:  # an episode lost to a failure is not counted
+                # an episode lost to a failure, or to NaN, is not counted
+                if (r.terminated[t, b] or r.truncated[t, b]) and np.isfinite(self.returns[b]):
                     r.episodes.append((t, float(self.returns[b]), int(self.lengths[b])))
                 self.returns[b], self.lengths[b] = 0.0, 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import signal
@@ -56,9 +57,11 @@ class Session:
         self.show_mode, self.launcher = show, launcher
         self.loaded: checkpoint.Loaded | None = None
         self.changes: list[str] = []
+        self.claim = _claim(directory)
         self.log = Log(directory)
         self.usage = Usage()
         self.asked: str | None = None  # why to stop: the name of a signal
+        self.hurry = False  # asked twice: wait for nobody
         self.requests = 0
         self.begun = time.perf_counter()
         self.next = dict.fromkeys(("metrics", "memory"), 0.0)
@@ -96,15 +99,27 @@ class Session:
             if segment is not None:
                 segment.close()
             self.log.close()
+            fcntl.flock(self.claim, fcntl.LOCK_UN)
+            os.close(self.claim)
 
     def _build(self) -> Segment:
         """Have a worker process make environment and network once, and lay out the store for them."""
         file = self.directory / "workers" / "layout.part"
         self.pool.start(0, _describe, self.options, self.given, file)
+        begun = None
         while not (ended := self.pool.ended()):
             time.sleep(POLL / 4)
             if self.asked:
                 raise Interrupted(f"stopped by {self.asked} before training began")
+            if begun is None and self.pool.begun(0):
+                begun = time.monotonic()
+            if begun is not None and time.monotonic() - begun > self.options.limits.hang_seconds:
+                self.pool.dump(0)
+                time.sleep(0.1)  # for the dump
+                raise RunFailed(
+                    f"environment and network were not made in {self.options.limits.hang_seconds} s "
+                    f"(limits.hang_seconds); where it hangs:\n{self._printed()}"
+                )
         if ended[0].code != 0:
             raise self._start_error(ended[0].code)
         values, arrays = checkpoint.read_part(file)
@@ -138,9 +153,12 @@ class Session:
             if error["kind"] == "config":
                 return ConfigError(error["message"])
             return RunFailed(f"the run could not be set up: {error['message']}\n{error['traceback']}")
+        return RunFailed(f"the run could not be set up (exit code {code})\n{self._printed()}")
+
+    def _printed(self) -> str:
+        """The end of what worker 0 has printed."""
         output = self.directory / "workers" / "0.txt"
-        tail = output.read_text(errors="replace")[-2000:] if output.exists() else ""
-        return RunFailed(f"the run could not be set up (exit code {code})\n{tail}")
+        return output.read_text(errors="replace")[-2000:] if output.exists() else ""
 
     def _record(self) -> None:
         """Begin the record, or cut it back to the checkpoint; each part of a run has its configuration."""
@@ -183,6 +201,10 @@ class Session:
         for change in self.changes:
             self.view.say(f"changed: {change}")
             self.log("info", f"changed: {change}")
+        for path, why in self.loaded.passed_over if self.loaded is not None else []:
+            self.view.say(f"passed over a damaged checkpoint: {why}")
+            self.log("warning", f"passed over a damaged checkpoint: {why}")
+            path.rename(path.with_name(f"damaged-{path.name}"))  # else it would count as the newest again
         if self.loaded is not None:
             self.view.say(f"resuming at step {self.loaded.state['steps']:,} from {self.loaded.path}")
             self.log("info", f"resuming at step {self.loaded.state['steps']}", checkpoint=str(self.loaded.path))
@@ -223,7 +245,7 @@ class Session:
         self._halt()
         episodes.look(self.store, self.target)
         self._watch(last=True)
-        saved = self._save(patience=3.0 if self.asked or failure else 60.0)
+        saved = self._save(patience=1.0 if self.asked else 3.0 if failure else 60.0)
         supervisor.output()
         if failure is not None:
             kept = f"{failure}\nTrained weights are kept in {saved}." if saved else str(failure)
@@ -231,8 +253,10 @@ class Session:
         result = self._result()
         if self.asked:
             self.log("info", f"stopped by {self.asked}")
+            lost = "" if saved else ", which could not be saved (see above)"
             raise Interrupted(
-                f"stopped by {self.asked} at step {result.steps:,}; `slipstream resume {self.directory}` goes on"
+                f"stopped by {self.asked} at step {result.steps:,}{lost}; `slipstream resume {self.directory}` "
+                f"goes on{'' if saved else ' from the checkpoint before it'}"
             )
         if saved is None:
             raise RunFailed(f"the final checkpoint could not be written (disk full?) in {self.directory}")
@@ -280,8 +304,11 @@ class Session:
 
     # -- checkpoint and stop ---------------------------------------------------------------------
 
-    def _pause(self, patience: float) -> bool:
-        """Bring every worker to the boundary of a rollout, its state written; False if one did not come."""
+    def _pause(self, patience: float, stopping: bool) -> bool:
+        """Bring every worker to the boundary of a rollout, its state written; False if one did not come.
+
+        `stopping`: the run is to end, so the wish to end it is no reason to wait no longer.
+        """
         control, rows = self.store.control, self.store.rows
         self.requests += 1
         version, _ = self.store.progress()
@@ -293,28 +320,31 @@ class Session:
             waiting = [i for i in self.supervisor.running if rows[i, Counter.PAUSED] < self.requests]
             if not waiting:
                 return True
+            if self.hurry or (self.asked and not stopping) or (control[Word.DISK_FULL] and stopping):
+                return False
             time.sleep(0.002)
             self.supervisor.tick(replace=False)
         return False
 
     def _checkpoint(self) -> None:
         """A checkpoint in the middle of training: nothing in flight, nobody moves, then on."""
-        whole = self._pause(patience=30.0)
-        if not whole:
+        whole = self._pause(patience=30.0, stopping=False)
+        if not (whole or self.asked):
             self.log("warning", "a worker did not come to the checkpoint in 30 s; its open episodes are not saved")
-        self._save(patience=0.0)
+        if not self.asked:
+            self._save(patience=0.0)
         self.store.control[Word.RESUME] = self.requests
         self.saved = time.monotonic()
 
     def _halt(self) -> None:
         """Stop the workers at the boundary of their rollouts; kill what does not come in time."""
         limit = self.options.limits.stop_seconds
-        if self.supervisor.running and not self._pause(limit):
+        if self.supervisor.running and not self._pause(limit, stopping=True):
             late = [i for i in self.supervisor.running if self.store.rows[i, Counter.PAUSED] < self.requests]
             self.log("warning", f"workers {late} did not finish their rollouts in {limit} s")
         self.store.control[Word.STOP] = 1
-        deadline = time.monotonic() + 2.0
-        while self.supervisor.running and time.monotonic() < deadline:
+        deadline = time.monotonic() + 1.0  # who has paused leaves at once
+        while self.supervisor.running and time.monotonic() < deadline and not self.hurry:
             time.sleep(0.005)
             self.supervisor.tick(replace=False)
         self.supervisor.deactivate()
@@ -384,16 +414,17 @@ class Session:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM ask for a clean stop; the second one ends everything at once."""
+        """Ctrl-C and SIGTERM ask for a clean stop; the second time nobody is waited for; the third ends at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
         def handler(number: int, frame: Any) -> None:
-            if self.asked is not None:
+            if self.hurry:
                 self.pool.close()
-                raise KeyboardInterrupt
-            self.asked = signal.Signals(number).name
+                raise KeyboardInterrupt(signal.Signals(number).name)
+            self.hurry = self.asked is not None
+            self.asked = self.asked or signal.Signals(number).name
 
         old = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -401,6 +432,25 @@ class Session:
         finally:
             for s, h in old.items():
                 signal.signal(s, h)
+
+
+def _claim(directory: Path) -> int:
+    """Hold a run directory until the descriptor returned is unlocked: two processes in one would spoil it.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(fd, 32).decode().strip()
+        os.close(fd)
+        raise ConfigError(f"{directory}: process {owner} trains in it; stop that first") from None
+    with suppress(OSError):  # a full disk
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    return fd
 
 
 @contextmanager

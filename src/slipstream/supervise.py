@@ -93,6 +93,10 @@ class ProcessPool:
                 return launcher.started.get(job)
         return None
 
+    def begun(self, index: int) -> bool:
+        """Whether worker `index` has been started (the launcher may still be importing)."""
+        return self.pid(index) is not None
+
     def pids(self) -> list[int]:
         """Every process of the pool, launchers included."""
         workers = [self.pid(i) for i, _ in self.jobs.values()]
@@ -160,6 +164,10 @@ class ThreadPool:
             del self.jobs[i]
         return [Ended(i, self.codes.pop(i, 1)) for i in done]
 
+    def begun(self, index: int) -> bool:
+        """A thread starts at once."""
+        return True
+
     def pids(self) -> list[int]:
         """No processes beside this one."""
         return []
@@ -198,6 +206,7 @@ class Seat:
     held: float = 0.0  # since when it has been seen holding the lock with the same heartbeat
     held_beat: float = -1.0
     died: float | None = None  # when the incarnation before this one died
+    killed: str = ""  # why the supervisor killed it
 
 
 class Supervisor:
@@ -211,6 +220,7 @@ class Supervisor:
         self.pool, self.store, self.log, self.limits, self.begin = pool, store, log, limits, start
         self.seats = [Seat() for _ in range(workers)]
         self.dead: list[Ended] = []  # ended badly, not yet dealt with
+        self.looked = time.monotonic()
         self.read: dict[int, int] = {}  # bytes of each worker's output already in the log
 
     def start(self, incarnations: dict[int, int]) -> None:
@@ -222,7 +232,7 @@ class Supervisor:
     def _start(self, index: int) -> None:
         seat = self.seats[index]
         self.store.rows[index, Counter.PHASE] = Phase.STARTING
-        seat.running, seat.beat, seat.changed, seat.held = True, -1.0, time.monotonic(), 0.0
+        seat.running, seat.beat, seat.changed, seat.held, seat.killed = True, -1.0, time.monotonic(), 0.0, ""
         self.begin(index, seat.incarnation)
 
     @property
@@ -246,15 +256,20 @@ class Supervisor:
             seat, row = self.seats[ended.index], self.store.rows[ended.index]
             seat.running = False
             row[Counter.ACTIVE] = 0  # no round waits for it any more
-            if ended.code != 0:
+            if ended.code != 0 or row[Counter.PHASE] != Phase.LEFT:  # a library may call exit(0)
                 row[Counter.PHASE] = Phase.LEFT
                 (self.pool.room / f"{ended.index}.state").unlink(missing_ok=True)
                 self.dead.append(ended)
+        gap, self.looked = time.monotonic() - self.looked, time.monotonic()
+        if gap > 0.5:  # this process was stopped or busy itself (Ctrl-Z, a slow disk): the gap is nobody's fault
+            for seat in self.seats:
+                seat.changed += gap
+                seat.held += gap if seat.held else 0.0
         if replace:
             while self.dead:
                 self._replace(self.dead.pop(0))
-            for index in self.running:
-                self._look(index)
+        for index in self.running:
+            self._look(index)
 
     def _replace(self, ended: Ended) -> None:
         """Start a dead worker again, or raise if that is no use."""
@@ -288,7 +303,8 @@ class Supervisor:
             return error["kind"], error["message"] or error["traceback"].splitlines()[-1], error["traceback"]
         if ended.code < 0:
             name = signal.Signals(-ended.code).name if -ended.code in list(signal.Signals) else str(-ended.code)
-            return "died", f"killed by {name}", self._tail(ended.index)
+            why = self.seats[ended.index].killed
+            return "died", f"killed by {name}" + (f" because it {why}" if why else ""), self._tail(ended.index)
         return "died", f"exit code {ended.code} without an exception", self._tail(ended.index)
 
     def _tail(self, index: int) -> str:
@@ -317,6 +333,7 @@ class Supervisor:
         self.pool.dump(index)
         time.sleep(0.1)  # for the dump
         self.output(index)
+        self.seats[index].killed = why
         self.log("error", f"worker {index} {why}; killed", subject=index)
         self.pool.kill(index)
         self.seats[index].changed, self.seats[index].held = time.monotonic(), 0.0

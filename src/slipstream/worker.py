@@ -106,14 +106,15 @@ class Worker:
 
     def _finite(self, rollout: Rollout) -> bool:
         """Whether the environment gave numbers only; copies that did not begin a new episode."""
-        good = np.isfinite(rollout.reward)
-        seen = rollout.obs if rollout.obs.dtype.kind == "f" else None
-        if seen is not None:
+        c = self.collector  # what it was given, not what normalization and its bounds made of that
+        good = np.isfinite(c.raw_reward)
+        seen = rollout.obs if c.raw is None else c.raw
+        if seen.dtype.kind == "f":
             good = good & np.isfinite(seen[1:]).reshape(*good.shape, -1).all(-1)
         if bool(good.all()):
             return True
         t, b = (int(i[0]) for i in np.nonzero(~good))
-        what = "reward" if not np.isfinite(rollout.reward[t, b]) else "observation"
+        what = "reward" if not np.isfinite(c.raw_reward[t, b]) else "observation"
         self._keep(rollout, f"{what} of environment copy {b} not finite at step {t} of the rollout")
         self.collector.drop(np.flatnonzero(~good.all(0)))
         return False
@@ -125,6 +126,9 @@ class Worker:
         row[Counter.NONFINITE_IN_A_ROW] += 1
         file = self.bad / f"worker{self.index}-{self.incarnation}-rollout{self.rollouts}.npz"
         arrays: dict[str, Any] = {k: v for k, v in vars(rollout).items() if isinstance(v, np.ndarray)}
+        arrays["raw_reward"] = self.collector.raw_reward
+        if self.collector.raw is not None:
+            arrays["raw_obs"] = self.collector.raw
         try:
             file.parent.mkdir(exist_ok=True)
             if len(list(file.parent.iterdir())) < 100:

@@ -17,18 +17,18 @@ class Bad(gym.Env[Any, Any]):
     """Two numbers seen, two actions, reward 1 for action 1.
 
     Args:
-        fault: what goes wrong, see `_fault`; empty: nothing.
+        fault: what goes wrong, see `_fail`; empty: nothing. Several, separated by commas, happen in turn.
         at: the step of an episode at which it does.
-        marker: a file; where given, the fault happens only for whoever creates it, so once in a run.
-        slow: a file; while it is there each step takes a millisecond, so a run lasts but its replay does not.
-        pause: seconds each step takes.
+        marker: a file; where given, each fault happens only for whoever creates it, so once in a run.
+        slow: a file; while it is there each step takes time, so a run lasts but its replay does not.
+        slowness: that time in seconds.
     """
 
     observation_space = gym.spaces.Box(-100.0, 100.0, (2,), np.float32)
     action_space = gym.spaces.Discrete(2)
 
-    def __init__(self, fault: str = "", at: int = 7, marker: str = "", slow: str = "", pause: float = 0.0) -> None:
-        self.fault, self.at, self.marker, self.slow, self.pause = fault, at, marker, slow, pause
+    def __init__(self, fault: str = "", at: int = 7, marker: str = "", slow: str = "", slowness: float = 0.001) -> None:
+        self.fault, self.at, self.marker, self.slow, self.slowness = fault, at, marker, slow, slowness
         self.step_number = 0
         if fault == "hang in construction":
             time.sleep(3600)
@@ -47,24 +47,27 @@ class Bad(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         self.step_number += 1
-        if self.pause or (self.slow and os.path.exists(self.slow)):
-            time.sleep(self.pause or 0.001)
+        if self.slow and os.path.exists(self.slow):
+            time.sleep(self.slowness)
         obs, reward = self._see(), float(action)
-        if self.step_number == self.at and self._due():
-            obs, reward = self._fault(obs, reward)
+        if self.step_number == self.at and (fault := self._due()):
+            obs, reward = self._fail(fault, obs, reward)
         return obs, reward, self.step_number >= LENGTH, False, {}
 
-    def _due(self) -> bool:
+    def _due(self) -> str:
+        """The fault that is to happen now, or none."""
         if not self.marker:
-            return True
-        try:
-            os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        return True
+            return self.fault
+        for n, fault in enumerate(self.fault.split(", ")):
+            try:
+                os.close(os.open(f"{self.marker}{n}", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+            return fault
+        return ""
 
-    def _fault(self, obs: Any, reward: float) -> tuple[Any, float]:
-        match self.fault:
+    def _fail(self, fault: str, obs: Any, reward: float) -> tuple[Any, float]:
+        match fault:
             case "raise":
                 raise ValueError(f"boom at step {self.step_number}")
             case "hang":

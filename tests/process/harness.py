@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import slipstream as ss
+from slipstream.cores import usable_cores
 from slipstream.counters import Counter, Phase
 from slipstream.launch import Launcher
 from slipstream.store import Store, Word
@@ -97,6 +99,11 @@ def until(look: Callable[[], Any], seconds: float = 30.0, every: float = 0.01, w
                 return found
         time.sleep(every)
     raise AssertionError(f"not within {seconds} s: {what or look}")
+
+
+def slack() -> float:
+    """By what factor this machine is too busy for times to mean anything: 1 where it is not."""
+    return max(1.0, os.getloadavg()[0] / usable_cores())
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -294,3 +301,10 @@ def train(
 def resume(directory: Path, launcher: Launcher | None = None, **settings: Any) -> Outcome:
     """A resumed run in this process."""
     return train(directory, launcher, call=ss.resume, **settings)
+
+
+def at_once(do: Callable[..., Any], cases: list[Any]) -> None:
+    """`do(*case)` for every case, two at a time; raises what one of them raised."""
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(do, *case) for case in cases]:
+            done.result()

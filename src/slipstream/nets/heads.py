@@ -31,6 +31,8 @@ def log_prob_and_entropy(
         return log_prob, (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
     if head.kind == "categorical":
         return _categorical(params, action, mask)
+    if action.shape != (*params.shape[:-1], len(head.sizes)):
+        raise ValueError(f"actions {tuple(action.shape)} do not fit {len(head.sizes)} choices of {tuple(params.shape)}")
     log_prob, entropy, at = torch.zeros(()), torch.zeros(()), 0
     for i, n in enumerate(head.sizes):
         part = mask[..., at : at + n] if mask is not None else None

@@ -120,6 +120,8 @@ def make_torso(shape: tuple[int, ...], net: Net, given: Callable[..., Any] | Non
         path, _, name = net.torso.replace(":", ".").rpartition(".")
         try:
             given = getattr(importlib.import_module(path), name)
+            if not callable(given):
+                raise ValueError("not callable")
         except (ImportError, ValueError, AttributeError) as e:
             raise ConfigError(
                 f"net.torso: {net.torso!r} is neither 'mlp' nor an importable 'package.module.Torso' ({e})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from slipstream.counters import Counter
 from slipstream.optimize import Stepper
 from slipstream.store import Contribution, Snapshot, Store, Word, count
 
@@ -18,6 +19,7 @@ class Rule:
 
     def pull(self, into: Snapshot) -> int:
         """Copy the newest version into `into`; returns its number."""
+        self.store.row[Counter.BYTES] += into.weights.nbytes
         return self.store.read(into)
 
     def push(self, contribution: Contribution) -> None:

@@ -32,6 +32,7 @@ class Rule:
 
     def pull(self, into: Snapshot) -> int:
         """Copy the newest version into `into`; returns its number."""
+        self.store.row[Counter.BYTES] += into.weights.nbytes
         return self.store.read(into)
 
     def push(self, contribution: Contribution) -> None:

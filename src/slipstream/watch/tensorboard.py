@@ -1,13 +1,22 @@
-"""TensorBoard events: one writer a run, x is always global environment steps."""
+"""TensorBoard events: one writer a run, x is always global environment steps.
+
+TensorBoard's own writer hands events to a thread, which keeps them back for two minutes and dies with a
+traceback when the disk is full; here each look is written at once, whole or not at all.
+"""
 
 from __future__ import annotations
 
+import io
+import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from slipstream.watch.append import Appender
 
 TAGS = {
     "return_interval": "episode/return",
@@ -41,13 +50,23 @@ class Events:
         """Open `directory/tensorboard`. Points at or after `purge_step` of an earlier part are hidden."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self.Event, self.Summary, self.Histogram = Event, Summary, HistogramProto
-        self.writer = EventFileWriter(str(directory / "tensorboard"))
+        self.Event, self.Summary, self.Histogram, self.Record = Event, Summary, HistogramProto, RecordWriter
+        room = directory / "tensorboard"
+        room.mkdir(exist_ok=True)
+        # the names sort in the order of the parts of a run
+        path = room / f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self.file = Appender(path)
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if purge_step is not None:
             start = SessionLog(status=SessionLog.START)
-            self.writer.add_event(Event(wall_time=time.time(), step=purge_step, session_log=start))
+            self._add(Event(wall_time=time.time(), step=purge_step, session_log=start))
+
+    def _add(self, event: Any) -> None:
+        framed = io.BytesIO()
+        self.Record(framed).write(event.SerializeToString())
+        self.file.add(framed.getvalue())
 
     def scalars(self, metrics: dict[str, Any]) -> None:
         """One point of each metric."""
@@ -58,7 +77,7 @@ class Events:
         summary = self.Summary(
             value=[self.Summary.Value(tag=tag, simple_value=float(v)) for tag, v in values.items() if np.isfinite(v)]
         )
-        self.writer.add_event(self.Event(wall_time=time.time(), step=step, summary=summary))
+        self._add(self.Event(wall_time=time.time(), step=step, summary=summary))
 
     def histogram(self, tag: str, step: int, values: NDArray[Any]) -> None:
         """A histogram of the finite values; how many were not is a scalar of its own."""
@@ -72,7 +91,7 @@ class Events:
                 bucket_limit=edges[1:].tolist(), bucket=counts.tolist(),
             )  # fmt: skip
             made.append(self.Summary.Value(tag=tag, histo=histo))
-        self.writer.add_event(self.Event(wall_time=time.time(), step=step, summary=self.Summary(value=made)))
+        self._add(self.Event(wall_time=time.time(), step=step, summary=self.Summary(value=made)))
 
     def counts(self, tag: str, step: int, histogram: NDArray[np.float64]) -> None:
         """A histogram given as counts of 0, 1, 2, … (staleness)."""
@@ -85,8 +104,8 @@ class Events:
             bucket_limit=(bins[:top] + 0.5).tolist(), bucket=histogram[:top].tolist(),
         )  # fmt: skip
         value = self.Summary.Value(tag=tag, histo=histo)
-        self.writer.add_event(self.Event(wall_time=time.time(), step=step, summary=self.Summary(value=[value])))
+        self._add(self.Event(wall_time=time.time(), step=step, summary=self.Summary(value=[value])))
 
     def close(self) -> None:
-        """Write what is buffered."""
-        self.writer.close()
+        """Close the file."""
+        self.file.close()

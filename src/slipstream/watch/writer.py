@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 from slipstream.config import Watch
 from slipstream.counters import Counter
 from slipstream.store import Snapshot, Store, Word
+from slipstream.watch.append import Appender
 
 
 class Writer:
@@ -23,6 +25,9 @@ class Writer:
         """`pieces`: name, shape and offset of each parameter; `first_step`: where a resumed run goes on."""
         self.directory, self.options, self.pieces, self.first_step = directory, options, pieces, first_step
         self.events: Any = None
+        if first_step is not None:
+            _cut(directory / "metrics.jsonl", first_step)
+        self.metrics = Appender(directory / "metrics.jsonl")
         self.next_histograms = 0.0
         self.last = -1 if first_step is None else first_step - 1
 
@@ -32,8 +37,8 @@ class Writer:
             return
         self.last = metrics["steps"]
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-        with suppress(OSError), (self.directory / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(clean) + "\n")
+        with suppress(OSError):
+            self.metrics.add((json.dumps(clean) + "\n").encode())
         if not self.options.tensorboard:
             return
         with suppress(OSError):
@@ -61,7 +66,22 @@ class Writer:
         self.events.counts("asynchrony/staleness", steps, store.rows[:, Counter.HISTOGRAM :].sum(0))
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Close the files."""
+        self.metrics.close()
         if self.events is not None:
             with suppress(OSError):
                 self.events.close()
+
+
+def _cut(file: Path, first_step: int) -> None:
+    """Forget the lines after a checkpoint that a resumed run goes on from: it will do those steps again."""
+    with suppress(OSError):
+        raw, kept = file.read_bytes(), 0
+        for line in raw.splitlines(keepends=True):
+            try:
+                if json.loads(line)["steps"] >= first_step:
+                    break
+            except ValueError:  # cut off by a kill
+                break
+            kept += len(line)
+        os.truncate(file, kept)
