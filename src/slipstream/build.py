@@ -85,6 +85,7 @@ def layout(run: Run, given: Given) -> tuple[Layout, NDArray[np.float32], dict[st
         "pieces": [[p.name, list(p.shape), p.offset] for p in places],
         "observation_moments": normalizer_for(run, env).obs_size,
     }
+    env.close()
     made = Layout(
         weights=len(weights),
         optimizer=state_layout(run.algo.optimizer, len(weights)),

@@ -134,6 +134,9 @@ def _flags(cls: type, where: str = "") -> set[str]:
             found.add(f"--{where}{f.name}".replace("_", "-"))
         elif dataclasses.is_dataclass(hint):
             found |= _flags(typing.cast(type, hint), f"{where}{f.name}.")
+        elif f.name == "algo" and not where:
+            for algorithm in config.names("algos"):
+                found |= _flags(config.hyperparameters(algorithm), "algo.")
     return found
 
 

@@ -176,6 +176,7 @@ def evaluate(
     options = policy.run if seed is None else config.from_dict({"seed": seed}, policy.run)
     rows = build.environment(options, Given(env, torso), copies, build.seeds(options, Role.EVALUATION, 1))
     returns, lengths, cut = _play(policy, rows, episodes, deterministic, max_episode_steps)
+    rows.close()
     low, high = bootstrap(returns)
     return Evaluation(
         str(Path(run)), policy.checkpoint.name, policy.steps, len(returns), float(returns.mean()),

@@ -147,6 +147,7 @@ class _Replayer:
         final = checksum(self.store.current.weights)
         compared = self._compare_checkpoint(at, final)
         version, steps = self.store.progress()
+        self.store.close()
         segment.close()
         names = len(set(entries["worker"][:at].tolist()))
         return Replay(str(self.directory), True, version, at, self.checksums, names, final, compared, steps, 0.0)

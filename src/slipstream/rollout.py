@@ -74,6 +74,9 @@ class Environment(Protocol):
     def restore(self, values: dict[str, Any], arrays: dict[str, Array]) -> None:
         """Go on from what `save` gave; raises ValueError where that is impossible."""
 
+    def close(self) -> None:
+        """Release what the copies hold outside this process (simulators, windows); never raises."""
+
 
 @dataclass
 class Rollout:

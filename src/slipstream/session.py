@@ -96,6 +96,8 @@ class Session:
                 self.view.close()
             if hasattr(self, "writer"):
                 self.writer.close()
+            if hasattr(self, "store"):
+                self.store.close()
             if segment is not None:
                 segment.close()
             self.log.close()

@@ -66,7 +66,7 @@ class Word(IntEnum):
     DISK_FULL = 57  # 1: a writer waits for room for the record
 
 
-# plain integers for `read`, which takes little longer than the copy it makes
+# plain integers for `read`, which takes little longer than the copy it makes; TICK is 0 in headers, too
 TICK, VERSION, READS = int(Word.TICK), int(Header.VERSION), int(Counter.READS)
 
 
@@ -390,7 +390,8 @@ class Store:
         # scalars of memoryviews, unlike NumPy's, cost next to nothing
         self.row = _view(self.rows[worker] if worker is not None else np.zeros(ROW))
         self._words = _view(self.control)
-        self._plain = ORDERED and not layout.moments and not layout.checksums  # a read is two copies
+        plain = ORDERED and not layout.moments and not layout.checksums  # then a read is two copies
+        self._reading = self.row, self._words, self.slots, layout.slots, plain
         self.lock = Lock(path)
         self._fence = threading.Lock()
 
@@ -408,11 +409,11 @@ class Store:
 
     def read(self, into: Snapshot) -> int:
         """Copy the newest version, whole, into `into`; returns its version. Takes no lock."""
-        row, words, slots, plain = self.row, self._words, self.slots, self._plain
+        row, words, slots, lap, plain = self._reading
         numbers, body = into.numbers, into.body
         while True:
             tick = words[TICK]
-            slot = slots[tick % len(slots)]
+            slot = slots[tick % lap]
             if not plain:
                 self.fence()
                 into.moments[:] = slot.moments
@@ -420,7 +421,7 @@ class Store:
             numbers[:] = slot.numbers
             if not plain:
                 self.fence()
-            if words[TICK] - tick < len(slots) - 1 and numbers[0] == tick:
+            if words[TICK] - tick < lap - 1 and numbers[TICK] == tick:
                 break
             row[Counter.READ_RETRIES] += 1
         row[READS] += 1

@@ -136,6 +136,8 @@ def make_directory(run: Run, wanted: str | os.PathLike[str] | None) -> Path:
             path.mkdir()
             return path
         except FileExistsError:
+            if wanted and not path.is_dir():
+                raise ConfigError(f"run: {path} is a file") from None
             if wanted and any(path.iterdir()):
                 raise ConfigError(f"run: {path} is not empty; `slipstream resume {path}` goes on with it") from None
             if wanted:

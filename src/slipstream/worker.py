@@ -276,16 +276,31 @@ def work(
     row[Counter.PHASE] = Phase.STARTING
     log = Log(directory, worker=index)
     worker = None
+    try:
+        worker = _begin(run, given, index, incarnation, row, log, directory, resume)
+        row[Counter.INCARNATION] = worker.incarnation
+        log("info", "started", incarnation=worker.incarnation)
+        loop(worker, build.rule(run, store, worker.env), store, directory)
+    finally:
+        if worker is not None:
+            worker.env.close()
+        store.close()
+        log.close()
+        if recorder is not None:
+            recorder.close()
+
+
+def _begin(
+    run: Run, given: Given, index: int, incarnation: int, row: Any, log: Log, directory: Path, resume: Path | None
+) -> Worker:  # fmt: skip
+    """The worker, where it was saved if it can go on from there."""
     if resume is not None:
         values, arrays = checkpoint.read_part(resume)
         worker = Worker(run, given, index, values["incarnation"], row, log, directory / "bad")
         try:
             worker.restore(values, arrays)
+            return worker
         except ValueError as e:
             log("warning", f"open episodes begin anew: {e}")
-            worker = None
-    if worker is None:
-        worker = Worker(run, given, index, incarnation, row, log, directory / "bad")
-    row[Counter.INCARNATION] = worker.incarnation
-    log("info", "started", incarnation=worker.incarnation)
-    loop(worker, build.rule(run, store, worker.env), store, directory)
+            worker.env.close()
+    return Worker(run, given, index, incarnation, row, log, directory / "bad")

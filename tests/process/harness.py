@@ -253,6 +253,10 @@ class Launchers:
         taken, self.ready = self.ready, Launcher()
         return taken
 
+    def settle(self) -> None:
+        """Wait until the next one has finished its imports."""
+        until(lambda: self.ready.threads or (self.ready.messages() and self.ready.threads), 60)
+
     def close(self) -> None:
         """End the last one."""
         self.ready.close()

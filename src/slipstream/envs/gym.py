@@ -187,6 +187,10 @@ class Native:
         except Exception as e:
             return self._failed(e)
 
+    def close(self) -> None:
+        """Release what the environment holds."""
+        _close(self.env)
+
     def replace(self, row: int) -> None:
         """Make all copies begin anew at the next step: a vector form has no reset of one."""
         self.afresh = True
@@ -226,6 +230,13 @@ def _mask(info: dict[str, Any], rows: Array, before: Array | None = None) -> Arr
         raise RunFailed(f"copy {stuck[0]}: the environment's action_mask allows no action")
     mask[~rows] = True if before is None else before[~rows]
     return mask
+
+
+def _close(env: Any) -> None:
+    try:
+        env.close()
+    except Exception as e:
+        warnings.warn(f"closing the environment: {e}", stacklevel=1)
 
 
 def _row(batch: Any, b: int) -> Any:
@@ -326,16 +337,18 @@ class Copies:
         self.restarts += 1
         if isinstance(error, RunFailed) or self.restarts > self.max_restarts:
             raise RunFailed(f"environment failed {self.restarts} times; last in {where}:\n{trace}") from error
-        try:
-            self.envs[b].close()
-        except Exception as e:
-            warnings.warn(f"closing the failed copy {b}: {e}", stacklevel=1)
+        _close(self.envs[b])
         self.failures.append(f"{where}, copy made anew: {trace}")
         try:
             self.envs[b] = self.build()
             self._begin(b)
         except Exception as e:
             self._failed(b, e)
+
+    def close(self) -> None:
+        """Release what the copies hold."""
+        for env in self.envs:
+            _close(env)
 
     def replace(self, row: int) -> None:
         """Begin a new episode in one copy at its next step."""
