@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 TARGET = 475.0
 TORCH = "torch==2.13.0"
 SAMPLE_EVERY = 0.2  # seconds between looks at memory
-CAP = {"sb3-a2c": 300_000, "sb3-ppo": 150_000, "hogwild": 1_000_000, "slipstream": 500_000}
+CAP = {"sb3-a2c": 300_000, "sb3-ppo": 150_000, "hogwild": 40_000, "slipstream": 500_000}
 TIMEOUT = 600.0
 
 # -- contestants -----------------------------------------------------------------------------------

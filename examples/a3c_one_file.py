@@ -35,11 +35,11 @@ class Settings:
     rollout_steps: int = 16  # T
     gamma: float = 0.98
     gae_lambda: float = 0.95
-    learning_rate: float = 4e-3
-    schedule_steps: int = 200_000  # where the learning rate reaches 0
+    learning_rate: float = 3e-3
+    schedule_steps: int = 400_000  # where the learning rate reaches 0
     entropy: float = 0.0
-    value_coefficient: float = 0.5
-    max_gradient_norm: float = 0.5
+    value_coefficient: float = 0.1
+    max_gradient_norm: float = 1.5
 
 
 @dataclass

@@ -113,7 +113,7 @@ def test_a3c_one_file_runs_and_learns(tmp_path: Path) -> None:
 # -- the oracle ------------------------------------------------------------------------------------
 
 # Rewards, truncations (episodes of 120 steps at most), resets and every term of the loss take part. The learning
-# rate is a quarter of the preset's: at 4e-3 rounding errors of 1e-7 grow tenfold every 40 updates.
+# rate is a third of the preset's: at 4e-3 rounding errors of 1e-7 grow tenfold every 40 updates.
 SETTINGS = {"seed": 11, "total_steps": 16_000, "learning_rate": 1e-3, "entropy": 0.01, "max_episode_steps": 120}
 
 
