@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # the environment of every worker: processes are the parallelism, not threads inside them
@@ -75,3 +77,18 @@ def usable_cores() -> int:
     except AttributeError:  # not on macOS
         cores = os.cpu_count() or 1
     return max(1, min([cores, *(math.floor(q) for q in _group_quotas())]))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread for each library call in this process, as workers have; the user's settings come back after."""
+    import torch  # not at the top: the supervising process does without it
+    from threadpoolctl import threadpool_limits
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with threadpool_limits(1):
+            yield
+    finally:
+        torch.set_num_threads(before)

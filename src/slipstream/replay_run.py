@@ -12,8 +12,8 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from slipstream import build, checkpoint, config, record
 from slipstream.config import Given, Run, module
+from slipstream.cores import one_thread
 from slipstream.counters import ROW
 from slipstream.errors import ConfigError, RunFailed
 from slipstream.record import Kind
@@ -89,24 +90,9 @@ def replay(
     record.read(directory / "schedule.bin", made)  # refuses one that has been cut off
     entries = record.read(directory / "schedule.bin")
     begun = time.perf_counter()
-    with _single_thread(), tempfile.TemporaryDirectory() as scratch:
+    with one_thread(), tempfile.TemporaryDirectory() as scratch:
         done = _Replayer(directory, parts, Given(env, torso), Path(scratch)).execute(entries, until_update)
     return replace(done, seconds=time.perf_counter() - begun)
-
-
-@contextmanager
-def _single_thread() -> Iterator[None]:
-    """One thread, as workers have: sums come in the same order."""
-    import torch
-    from threadpoolctl import threadpool_limits
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with threadpool_limits(1):
-            yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Replayer:

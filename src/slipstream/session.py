@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from slipstream import checkpoint, config, record, store
 from slipstream.config import Run, module
+from slipstream.cores import one_thread
 from slipstream.counters import Counter
 from slipstream.errors import ConfigError, Interrupted, RunFailed, SlipstreamError
 from slipstream.launch import Launcher
@@ -80,7 +81,7 @@ class Session:
         self.pool = pool
         segment = None
         try:
-            with self._signals(), _one_thread() if threads else nullcontext():
+            with self._signals(), one_thread() if threads else nullcontext():
                 segment = self._build()
                 self._start(segment.path)
                 return self._live()
@@ -453,21 +454,6 @@ def _claim(directory: Path) -> int:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread for each library call while workers are threads; the user's settings come back after."""
-    import torch
-    from threadpoolctl import threadpool_limits
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with threadpool_limits(1):
-            yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _describe(run: Run, given: Any, file: Path) -> None:
