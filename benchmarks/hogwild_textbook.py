@@ -4,8 +4,8 @@ N processes, one CartPole each. The model and Adam's statistics lie in shared me
 shared weights, acts for t_max steps with them, computes the n-step loss (Mnih et al. 2016, alg. S3), hands its
 gradients to the shared parameters and steps the shared optimizer: no lock anywhere.
 
-Nothing of Slipstream is used here, and nothing is tuned for speed: acting goes through torch and one environment
-at a time, as such scripts do. Prints one JSON object.
+Nothing of Slipstream is used here. As such scripts do, it acts through torch, one environment at a time; the loss of a
+rollout is one batched pass, the fastest plain way to write it. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.distributions import Categorical
 
 GAMMA = 0.99
 T_MAX = 20
@@ -78,27 +77,24 @@ def work(
     total = 0.0
     while not stop.value:
         local.load_state_dict(shared.state_dict())
-        log_probs, entropies, values, rewards = [], [], [], []
+        seen, actions, rewards = [], [], []
         terminated = truncated = False
-        for _ in range(T_MAX):
-            logits, value = local(torch.from_numpy(obs))
-            distribution = Categorical(logits=logits)
-            action = distribution.sample()
-            obs, reward, terminated, truncated, _ = env.step(int(action))
-            log_probs.append(distribution.log_prob(action))
-            entropies.append(distribution.entropy())
-            values.append(value)
-            rewards.append(float(reward))
-            total += float(reward)
-            if terminated or truncated:
-                break
+        with torch.no_grad():
+            for _ in range(T_MAX):
+                logits = local(torch.from_numpy(obs))[0]
+                action = int(torch.multinomial(logits.softmax(-1), 1))
+                seen.append(obs)
+                actions.append(action)
+                obs, reward, terminated, truncated, _ = env.step(action)
+                rewards.append(float(reward))
+                if terminated or truncated:
+                    break
+            # a time limit does not end the value of what follows
+            target = 0.0 if terminated else float(local(torch.from_numpy(obs))[1])
+        total += sum(rewards)
         with steps.get_lock():
             steps.value += len(rewards)
             now = steps.value
-        target = 0.0
-        if not terminated:  # a time limit does not end the value of what follows
-            with torch.no_grad():
-                target = float(local(torch.from_numpy(obs))[1])
         if terminated or truncated:
             episodes.put((total, now))
             total = 0.0
@@ -107,11 +103,13 @@ def work(
         for t in range(len(rewards) - 1, -1, -1):
             target = rewards[t] + GAMMA * target
             targets[t] = target
-        predicted = torch.stack(values)
-        advantage = torch.from_numpy(targets) - predicted
+        logits, values = local(torch.from_numpy(np.stack(seen)))
+        log_probs = logits.log_softmax(-1)
+        chosen = log_probs.gather(1, torch.tensor(actions).unsqueeze(1)).squeeze(1)
+        advantage = torch.from_numpy(targets) - values
         loss = (
-            -(torch.stack(log_probs) * advantage.detach()).mean()
-            - ENTROPY * torch.stack(entropies).mean()
+            -(chosen * advantage.detach()).mean()
+            + ENTROPY * (log_probs.exp() * log_probs).sum(1).mean()
             + VALUE * 0.5 * advantage.square().mean()
         )
         local.zero_grad()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream import actions
+from slipstream import actions, compress
 from slipstream.config import Given, Run, module
 from slipstream.cores import SINGLE_THREADED
 from slipstream.envs import gym
@@ -34,6 +34,7 @@ class Role(IntEnum):
     ENVIRONMENT = 1
     ACTIONS = 2
     EVALUATION = 3
+    COMPRESSION = 4
 
 
 def seeds(run: Run, role: Role, *more: int) -> np.random.SeedSequence:
@@ -88,20 +89,37 @@ def layout(run: Run, given: Given) -> tuple[Layout, NDArray[np.float32], dict[st
     env.close()
     made = Layout(
         weights=len(weights),
-        optimizer=state_layout(run.algo.optimizer, len(weights)),
+        optimizer=state_layout(run.algo.optimizer, len(weights), run.rule),
         moments=sum(moment_sizes(run, env)),
-        workers=run.worker_count,
+        workers=run.worker_count + (run.update == "server"),
         offers=run.update == "sync",
         in_place=run.update == "hogwild",
         checksums=run.check_reads,
+        uplink=_uplink(run, len(weights)),
     )
     return made, weights, parts
+
+
+def _uplink(run: Run, size: int) -> tuple[int, int, int]:
+    """Messages a worker may have on the way to the server, bytes of each gradient, weights sent with it."""
+    if run.update != "server":
+        return 0, 0, 0
+    made = compressor(run, 0, 0, size)
+    capacity = 4 * size if made is None else made.capacity
+    return run.rule.pipeline, capacity, size if run.rule.delay_compensation != "none" else 0
+
+
+def compressor(run: Run, worker: int, incarnation: int, size: int) -> compress.Compressor | None:
+    """What a worker compresses its gradients with, or None."""
+    if run.compress == "none":
+        return None
+    return compress.make(run.compress, size, seeds(run, Role.COMPRESSION, worker, incarnation))
 
 
 def stepper(run: Run, store: Store, env: Environment) -> Stepper:
     """The optimizer over the store's slots."""
     a = run.algo
-    return Stepper(store, a.optimizer, a.epsilon, a.rmsprop_decay, moment_sizes(run, env))
+    return Stepper(store, a.optimizer, a.epsilon, a.rmsprop_decay, moment_sizes(run, env), run.rule)
 
 
 def rule(run: Run, store: Store, env: Environment) -> Any:

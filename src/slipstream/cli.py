@@ -196,7 +196,7 @@ def _base(arguments: list[str]) -> config.Run:
 def _train(arguments: list[str], launcher: Launcher | None) -> int:
     from slipstream.train import train
 
-    arguments = ["--algorithm" if a == "--algo" else a for a in arguments]
+    arguments = ["--algorithm" if a == "--algo" else _rule_option(a) for a in arguments]
     if arguments and arguments[0].startswith("-") and not {"-h", "--help", "--config"} & set(arguments):
         arguments = _env_first(arguments)
     elif not arguments:
@@ -206,6 +206,11 @@ def _train(arguments: list[str], launcher: Launcher | None) -> int:
     show = "json" if parsed.json else parsed.show
     result = train(options=options, run=parsed.run, show=show, launcher=launcher)
     return _finished(result, parsed.json)
+
+
+def _rule_option(argument: str) -> str:
+    """`--update.quorum` is written where the rule is chosen; its options are those of `rule`."""
+    return f"--rule.{argument[9:]}" if argument.startswith("--update.") else argument
 
 
 def _env_first(arguments: list[str]) -> list[str]:
@@ -233,7 +238,7 @@ def _resume(arguments: list[str], launcher: Launcher | None) -> int:
     if not (directory / "config.yaml").exists():
         raise ConfigError(f"{directory}: no run there{_near_run(directory)}")
     old = config.load(directory / "config.yaml")
-    parsed = _parse(old, [old.env, *arguments[1:]], "slipstream resume RUN")
+    parsed = _parse(old, [old.env, *map(_rule_option, arguments[1:])], "slipstream resume RUN")
     changed: dict[str, Any] = {
         f.name: dataclasses.asdict(v) if dataclasses.is_dataclass(v := getattr(parsed, f.name)) else v  # type: ignore[arg-type]
         for f in dataclasses.fields(config.Run)

@@ -80,6 +80,29 @@ class Watch:
 
 
 @dataclass(frozen=True)
+class Rule:
+    """What is done with gradients, stale ones above all; on the command line also `--update.NAME`."""
+
+    quorum: int = 1
+    """`server`: gradients averaged into an update (fewer where fewer workers can send one)."""
+    max_staleness: int | None = None
+    """`server`: rollouts by which a worker may be ahead of the slowest before it waits; none: any number."""
+    stale: Literal["accept", "scale", "drop"] = "accept"
+    """`server`: what becomes of a gradient older than the version it would be averaged into; scale: weighs
+    1/(1 + staleness)."""
+    pipeline: int = 1
+    """`server`: gradients a worker may have sent that are not applied; 1: it waits for each."""
+    staleness_scaling: bool = False
+    """Divide the step by 1 + staleness (Zhang et al. 2015, arXiv 1511.05950)."""
+    delay_compensation: Literal["none", "constant", "adaptive"] = "none"
+    """Correct a stale gradient by its first-order change since (DC-ASGD, Zheng et al. 2017, arXiv 1609.08326)."""
+    delay_lambda: float = 0.04
+    """lambda (constant) or lambda_0 (adaptive) of the delay compensation."""
+    delay_momentum: float = 0.95
+    """m of the adaptive delay compensation's mean square."""
+
+
+@dataclass(frozen=True)
 class Run:
     """Everything that determines a run."""
 
@@ -90,7 +113,9 @@ class Run:
     algorithm: str = "a3c"
     """Name of a file in algos/."""
     update: str = "lock"
-    """How gradients become a new version: a file in rules/ (`lock`, `hogwild`, `sync`)."""
+    """How gradients become a new version: a file in rules/ (`lock`, `hogwild`, `sync`, `server`)."""
+    compress: str = "none"
+    """`server`: how gradients are compressed: a file in compress/ with its options, as in `topk:0.01`."""
     workers: int | Literal["auto"] = 0
     """Worker processes; 0: one for each usable core; auto: measure for a few seconds and pick."""
     copies: int = 8
@@ -117,6 +142,8 @@ class Run:
     """The network."""
     algo: Any = None
     """Hyper-parameters of the algorithm."""
+    rule: Rule = Rule()
+    """What is done with gradients, stale ones above all."""
     limits: Limits = Limits()
     """When to give up."""
     watch: Watch = Watch()
@@ -327,6 +354,37 @@ def _flat(values: dict[str, Any], where: str = "") -> dict[str, Any]:
     return out
 
 
+SERVER_ONLY = ("quorum", "max_staleness", "stale", "pipeline")
+
+
+def _check_rule(run: Run, workers: int | str) -> None:
+    """Options of the update rule: in range, and meant for the rule chosen."""
+    r = run.rule
+    for name, low in [("quorum", 1), ("pipeline", 1), ("max_staleness", 0)]:
+        value = getattr(r, name)
+        if value is not None and value < low:
+            raise ConfigError(f"rule.{name}: {value} is too small, the least is {low}")
+    if not r.delay_lambda >= 0:
+        raise ConfigError(f"rule.delay_lambda: {r.delay_lambda} is negative")
+    if not 0 <= r.delay_momentum < 1:
+        raise ConfigError(f"rule.delay_momentum: {r.delay_momentum} is not between 0 and 1")
+    if workers != "auto" and run.update == "server" and r.quorum > int(workers):
+        raise ConfigError(f"rule.quorum: {r.quorum} is more than the {workers} workers")
+    if run.update != "server":
+        for name in SERVER_ONLY:
+            if getattr(r, name) != getattr(Rule(), name):
+                raise ConfigError(
+                    f"rule.{name}: {getattr(r, name)} is an option of update: server, not of {run.update!r}"
+                )
+        if run.compress != "none":
+            raise ConfigError(
+                f"compress: {run.compress!r} needs update: server; under {run.update!r} gradients are not sent anywhere"
+            )
+    from slipstream import compress
+
+    compress.check(run.compress)
+
+
 def check(run: Run) -> Run:
     """Every cross-check in one place; returns the run with `workers` filled in.
 
@@ -352,6 +410,7 @@ def check(run: Run) -> Run:
     if workers != "auto" and workers > 1024:
         raise ConfigError(f"workers: {workers} is too many, the most is 1024")
     run.algo.check()
+    _check_rule(run, workers)
     if run.update == "hogwild" and run.check_reads:
         raise ConfigError(
             "check_reads: true contradicts update: hogwild, whose reads may mix versions by design "

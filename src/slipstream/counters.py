@@ -22,6 +22,7 @@ class Counter(IntEnum):
     PAUSED = 4  # last pause request it has obeyed
     ACTIVE = 5  # 1 while it takes part (the `sync` rule waits for active workers only)
     OFFERED = 6  # tick + 1 of the round its gradient is offered to (`sync`)
+    CLOCK = 7  # `server`: gradients of it that were applied, begun at the slowest worker's when it joins
     # work
     ROLLOUTS = 8
     STEPS = 9  # environment steps, reset rows not counted
@@ -31,13 +32,16 @@ class Counter(IntEnum):
     NONFINITE_IN_A_ROW = 13
     ENV_FAILURES = 14
     BYTES = 15  # copied between the store and the worker
+    BYTES_DOWN = 30  # weights the worker has received
+    BYTES_UP = 31  # gradients the worker has sent, as they were sent
     # time, seconds
     T_COLLECT = 16
     T_GRADIENT = 17
     T_PULL = 18
     T_WAIT = 19  # for the lock, or for the other workers in `sync`
     T_APPLY = 20
-    T_BLOCKED = 21  # `sync` only: share of T_WAIT spent at the barrier
+    T_BLOCKED = 21  # share of T_WAIT spent on other workers (`sync`, `server`) rather than on the lock
+    T_IDLE = 22  # the server: time with nothing to apply
     # reads of the store
     READS = 24
     READ_RETRIES = 25  # read again because writers lapped the reader
@@ -59,6 +63,10 @@ class Counter(IntEnum):
     LEARNING_RATE = 41
     STALENESS = 42
     STALENESS_MAX = 43
+    KL = 44  # PPO: how far the policy has moved since the rollout was collected
+    CLIP_FRACTION = 45  # PPO: rows whose ratio is outside the clip range
+    DROPPED_STALE = 46  # `server`: gradients dropped as too old
+    DUPLICATES = 47  # `server`: messages that came again and were not applied again
     # finished episodes are in a ring; how many were ever written
     EPISODE_HEAD = 48
     HISTOGRAM = 64  # STALENESS_BINS numbers from here on

@@ -181,7 +181,12 @@ class _Replayer:
             done = worker.compute()
             assert done is not None
             c = done[0]
-            self.ready[i] = Contribution(**{**vars(c), "gradient": c.gradient.copy(), "moments": c.moments.copy()})
+            gradient = c.gradient.copy()
+            if c.payload is not None and worker.compressor is not None:
+                worker.compressor.decode(c.payload, gradient)  # as the server saw it
+            read = None if c.read is None else c.read.copy()
+            fields = {**vars(c), "gradient": gradient, "moments": c.moments.copy(), "read": read, "payload": None}
+            self.ready[i] = Contribution(**fields)
             self._same(e, self.ready[i])
 
     def _same(self, e: Any, c: Contribution) -> None:

@@ -127,9 +127,7 @@ class Session:
             raise self._start_error(ended[0].code)
         values, arrays = checkpoint.read_part(file)
         file.unlink()
-        fields = values["layout"]
-        fields["optimizer"] = tuple((n, size) for n, size in fields["optimizer"])
-        layout = store.Layout(**fields)
+        layout = store.layout_from(values["layout"])
         self.parts = values["parts"]
         store.sweep()
         places = ["/dev/shm", os.environ.get("TMPDIR", "/tmp"), str(self.directory)]
@@ -186,12 +184,19 @@ class Session:
 
         def begin(index: int, incarnation: int) -> None:
             first = self.supervisor.seats[index].restarts == 0
+            if index == run.worker_count:
+                sizes = self.parts["observation_moments"], self.store.layout.moments - self.parts["observation_moments"]
+                self.pool.start(
+                    index, _serve, run, index, incarnation, store_path, directory, tuple(s for s in sizes if s)
+                )
+                return
             state = states.get(index) if first else None
             self.pool.start(index, _work, run, given, index, incarnation, store_path, directory, state)
 
         for stale in (directory / "workers").glob("*.state"):
             stale.unlink()
-        self.supervisor = Supervisor(run.worker_count, self.pool, self.store, self.log, run.limits, begin)
+        server = run.worker_count if run.update == "server" else None
+        self.supervisor = Supervisor(run.worker_count, self.pool, self.store, self.log, run.limits, begin, server)
         self.meter = Meter(self.store, run.target_window)
         self.target = run.target_return
         if self.loaded is not None:
@@ -217,7 +222,7 @@ class Session:
                 "and the run cannot be replayed"
             )
         # after a resume, numbers of incarnations that ran before are not used again
-        self.supervisor.start({i: int(last.get(str(i), -1)) + 1 for i in range(run.worker_count)})
+        self.supervisor.start({i: int(last.get(str(i), -1)) + 1 for i in range(self.store.layout.workers)})
 
     def _go_on(self, state: dict[str, Any]) -> None:
         """Take over the episodes of the stretch before; a target reached then does not stop this one."""
@@ -462,6 +467,13 @@ def _describe(run: Run, given: Any, file: Path) -> None:
 
     layout, weights, parts = build.layout(run, given)
     checkpoint.write_part(file, {"layout": dataclasses.asdict(layout), "parts": parts}, {"weights": weights})
+
+
+def _serve(*args: Any) -> None:
+    """In a process of its own: the server of rule `server`."""
+    from slipstream.serve import serve
+
+    serve(*args)
 
 
 def _work(*args: Any) -> None:

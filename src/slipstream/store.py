@@ -83,6 +83,8 @@ class Layout:
         offers: True where every worker needs a buffer for its gradient (rule `sync`).
         in_place: True for a rule that changes the current slot without a lock (`hogwild`).
         checksums: True to keep a checksum of the weights with each version (`--check-reads`).
+        uplink: rule `server`: messages in the ring of each worker, bytes of a compressed gradient, elements of the
+            weights it was computed from (0: not sent). The last row of counters is then the server's.
     """
 
     weights: int
@@ -93,6 +95,17 @@ class Layout:
     offers: bool = False
     in_place: bool = False
     checksums: bool = False
+    uplink: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def actors(self) -> int:
+        """Rows of workers: all but the server's, where there is one."""
+        return self.workers - bool(self.uplink[0])
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one message of an uplink."""
+        return _up(16 * 8 + 8 * self.moments) + _up(self.uplink[1]) + _up(4 * self.uplink[2])
 
     def regions(self) -> tuple[dict[str, int], int]:
         """Byte offset of each region, and the size of the whole segment."""
@@ -102,6 +115,7 @@ class Layout:
             "rings": 8 * 4 * RING * self.workers,
             "gradients": 4 * self.weights * ((self.workers if self.offers else 0) + 1),
             "offers": (80 + 8 * self.moments) * self.workers if self.offers else 0,
+            "uplinks": (2 * LINE + self.uplink[0] * self.entry_bytes) * self.actors if self.uplink[0] else 0,
             "slots": self.slot_bytes * self.slots,
         }
         offset, at = PREFACE, {}
@@ -114,7 +128,15 @@ class Layout:
     def slot_bytes(self) -> int:
         """Bytes of one slot."""
         state = sum(_up(4 * n) for _, n in self.optimizer)
-        return LINE + _up(4 * self.weights) + state + _up(8 * self.moments)
+        applied = _up(8 * self.actors) if self.uplink[0] else 0
+        return LINE + _up(4 * self.weights) + state + _up(8 * self.moments) + applied
+
+
+def layout_from(fields: dict[str, Any]) -> Layout:
+    """A layout from its fields as JSON holds them."""
+    optimizer = tuple((name, n) for name, n in fields["optimizer"])
+    depth, payload, read = fields.get("uplink", (0, 0, 0))
+    return Layout(**{**fields, "optimizer": optimizer, "uplink": (depth, payload, read)})
 
 
 def _up(n: int) -> int:
@@ -138,6 +160,9 @@ class Slot:
             self.optimizer[name] = np.frombuffer(memory, np.float32, n, offset)
             offset += _up(4 * n)
         self.moments = np.frombuffer(memory, np.float64, layout.moments, offset)
+        offset += _up(8 * layout.moments)
+        # rule `server`: number of the last message of each worker that is in these weights
+        self.applied = np.frombuffer(memory, np.int64, layout.actors if layout.uplink[0] else 0, offset)
         self.numbers, self.body = _view(self.header), _view(self.weights)
 
     @property
@@ -346,6 +371,9 @@ class Contribution:
         moments: normalizer statistics of the rollout.
         loss: of the rollout; with `norm` it tells a replay at once where it differs.
         norm: of the gradient before clipping.
+        weight: rows the gradient is the mean of, if those are not `samples`.
+        read: the weights it was computed from, where the rule asks for them.
+        payload: the gradient as it is sent, where it is compressed.
     """
 
     gradient: NDArray[np.float32]
@@ -359,6 +387,14 @@ class Contribution:
     moments: NDArray[np.float64]
     loss: float = 0.0
     norm: float = 0.0
+    weight: int = -1
+    read: NDArray[np.float32] | None = None
+    payload: NDArray[np.uint8] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Weight of the gradient in a mean."""
+        return self.samples if self.weight < 0 else self.weight
 
 
 class Store:
@@ -372,8 +408,7 @@ class Store:
             raise ConfigError(f"{path}: not a parameter store")
         text = self.memory[16 : 16 + int.from_bytes(self.memory[8:16], "little")]
         fields = json.loads(text)
-        fields["optimizer"] = tuple((name, n) for name, n in fields["optimizer"])
-        self.layout = layout = Layout(**fields)
+        self.layout = layout = layout_from(fields)
         self.recorder = recorder
         self.worker = worker
         at, _ = layout.regions()
@@ -385,6 +420,7 @@ class Store:
         n = (layout.workers if layout.offers else 0) + 1
         self.gradients = np.frombuffer(memory, np.float32, n * layout.weights, at["gradients"]).reshape(n, -1)
         offer = np.dtype([("numbers", "<i8", (8,)), ("prints", "<f8", (2,)), ("moments", "<f8", (layout.moments,))])
+        self.uplinks = at["uplinks"]
         self.offers = np.frombuffer(memory, offer, layout.workers if layout.offers else 0, at["offers"])
         self.slots = [Slot(memory, at["slots"] + i * layout.slot_bytes, layout) for i in range(layout.slots)]
         # scalars of memoryviews, unlike NumPy's, cost next to nothing
@@ -535,6 +571,7 @@ def count(row: Any, contribution: Contribution, staleness: int) -> None:
     row[Counter.STEPS] += contribution.samples
     if not contribution.finite:
         return
+    row[Counter.BYTES_UP] += contribution.gradient.nbytes
     row[Counter.UPDATES] += 1
     row[Counter.STALENESS] += staleness
     row[Counter.STALENESS_MAX] = max(row[Counter.STALENESS_MAX], staleness)

@@ -214,11 +214,12 @@ class Supervisor:
 
     def __init__(
         self, workers: int, pool: ProcessPool | ThreadPool, store: Store, log: Log, limits: Any,
-        start: Callable[[int, int], None],
+        start: Callable[[int, int], None], server: int | None = None,
     ) -> None:  # fmt: skip
-        """`start(index, incarnation)` starts a worker through the pool."""
+        """`start(index, incarnation)` starts a worker through the pool; `server` is the seat of rule `server`'s."""
+        self.server = server
         self.pool, self.store, self.log, self.limits, self.begin = pool, store, log, limits, start
-        self.seats = [Seat() for _ in range(workers)]
+        self.seats = [Seat() for _ in range(workers + (server is not None))]
         self.dead: list[Ended] = []  # ended badly, not yet dealt with
         self.looked = time.monotonic()
         self.read: dict[int, int] = {}  # bytes of each worker's output already in the log
@@ -242,8 +243,8 @@ class Supervisor:
 
     @property
     def busy(self) -> bool:
-        """Whether any worker runs or is to be replaced."""
-        return bool(self.running or self.dead)
+        """Whether any worker runs or is to be replaced (a server alone has nothing to do)."""
+        return any(i != self.server for i in self.running) or bool(self.dead)
 
     def tick(self, replace: bool = True) -> None:
         """Look after every worker once; with `replace=False` the dead are dealt with at a later tick.
@@ -275,15 +276,16 @@ class Supervisor:
         """Start a dead worker again, or raise if that is no use."""
         index, seat, row = ended.index, self.seats[ended.index], self.store.rows[ended.index]
         kind, message, trace = self._why(ended)
-        self.log("error", f"worker {index} ended: {message}", subject=index, traceback=trace)
+        who = self.name(index)
+        self.log("error", f"{who} ended: {message}", subject=index, traceback=trace)
         if kind == "config":
             raise ConfigError(message)
         if kind == "failed":
-            raise RunFailed(f"worker {index}: {message}")
+            raise RunFailed(f"{who}: {message}")
         seat.restarts += 1
         if seat.restarts > self.limits.max_restarts:
             raise RunFailed(
-                f"worker {index} ended {seat.restarts} times (limits.max_restarts {self.limits.max_restarts}); "
+                f"{who} ended {seat.restarts} times (limits.max_restarts {self.limits.max_restarts}); "
                 f"last: {message}\n{trace}"
             )
         # the record knows the incarnation that really ran (a resumed worker keeps its own)
@@ -291,10 +293,14 @@ class Supervisor:
         seat.died = time.monotonic()
         self.log(
             "warning",
-            f"worker {index} replaced ({seat.restarts} of {self.limits.max_restarts})",
+            f"{who} replaced ({seat.restarts} of {self.limits.max_restarts})",
             subject=index,
         )
         self._start(index)
+
+    def name(self, index: int) -> str:
+        """What messages call the process of a seat."""
+        return "the server" if index == self.server else f"worker {index}"
 
     def _why(self, ended: Ended) -> tuple[str, str, str]:
         """(kind, sentence, traceback) of an end."""
@@ -318,6 +324,7 @@ class Supervisor:
         beat, phase = float(row[Counter.BEAT]), row[Counter.PHASE]
         # blocked at the lock while nobody else gets on either; in `sync` a worker that waits has a heartbeat
         waits = phase == Phase.WAIT and self.store.tick == seat.tick and not self.pool.stopped(index)
+        waits = waits and index != self.server
         if beat != seat.beat or waits:
             seat.beat, seat.tick, seat.changed = beat, self.store.tick, now
         holds = self.store.control[Word.HOLDER] == index + 1 and phase == Phase.APPLY
@@ -326,7 +333,9 @@ class Supervisor:
         elif now - seat.held > self.limits.lock_seconds:
             self._kill(index, f"held the lock for {now - seat.held:.1f} s")
             return
-        if now - seat.changed > self.limits.hang_seconds:
+        if index == self.server and phase != Phase.STARTING and now - seat.changed > self.limits.lock_seconds:
+            self._kill(index, f"gave no heartbeat for {now - seat.changed:.1f} s")  # it looks at its rings all the time
+        elif now - seat.changed > self.limits.hang_seconds:
             self._kill(index, f"gave no heartbeat for {now - seat.changed:.1f} s")
 
     def _kill(self, index: int, why: str) -> None:
@@ -334,7 +343,7 @@ class Supervisor:
         time.sleep(0.1)  # for the dump
         self.output(index)
         self.seats[index].killed = why
-        self.log("error", f"worker {index} {why}; killed", subject=index)
+        self.log("error", f"{self.name(index)} {why}; killed", subject=index)
         self.pool.kill(index)
         self.seats[index].changed, self.seats[index].held = time.monotonic(), 0.0
 

@@ -29,6 +29,8 @@ TERMS = {
     "policy_loss": Counter.POLICY_LOSS,
     "value_loss": Counter.VALUE_LOSS,
     "entropy": Counter.ENTROPY,
+    "approx_kl": Counter.KL,
+    "clip_fraction": Counter.CLIP_FRACTION,
 }
 
 
@@ -45,49 +47,96 @@ class Worker:
         self.normalizer = build.normalizer_for(run, self.env)
         self.snapshot = Snapshot(weights, self.normalizer.size)
         self.collector = build.collector(run, self.env, self.policy, self.normalizer, index, incarnation, row)
+        self.compressor = build.compressor(run, index, incarnation, len(weights))
+        self.needs_read = run.rule.delay_compensation != "none"
+        self.no_moments = np.zeros(self.normalizer.size)
+        self.minibatches = hasattr(self.algorithm, "prepare")
+        self.data: dict[str, Any] = {}  # the rollout as minibatches are cut from it
+        self.left = 0  # minibatches of it not yet learned from
         self.rollouts = 0
         self.last_loss, self.last_norm = 0.0, 0.0  # fingerprints of the last gradient, for the record
         self.bad = bad
 
-    def compute(self, stopped: Any = lambda: False) -> tuple[Contribution, Rollout] | None:
-        """Collect a rollout with the snapshot's weights and turn it into a gradient; None if stopped."""
-        row, snap = self.row, self.snapshot
+    def compute(self, stopped: Any = lambda: False) -> tuple[Contribution, Rollout | None] | None:
+        """The next gradient, of the snapshot's weights; with the rollout if that was collected for it.
+
+        An algorithm with minibatches (`prepare`) goes over a rollout in several calls, each with weights of its own.
+        None if stopped.
+        """
+        row, snap, fresh = self.row, self.snapshot, None
         self.normalizer.use(snap.moments)
-        row[Counter.PULLED], row[Counter.PHASE] = snap.version, Phase.COLLECT
+        row[Counter.PULLED] = snap.version
+        self.last_loss = self.last_norm = 0.0
+        finite = True
+        if not self.left:
+            fresh = self._collect(stopped)
+            if fresh is None:
+                return None
+            finite = self._finite(fresh)
         begun = perf_counter()
-        rollout = self.collector.collect(snap.version, stopped)
+        row[Counter.PHASE] = Phase.GRADIENT
+        if fresh is not None and finite and self.minibatches:
+            self.data = self.algorithm.prepare(self.run.algo, self.policy, fresh, self.collector.rng)
+            self.left = len(self.data["order"])
+        rows = self.rows
+        finite = finite and self._learn(rows)
+        self.left = max(0, self.left - 1)
+        row[Counter.T_GRADIENT] += perf_counter() - begun
+        c = Contribution(
+            self.gradient, finite, 0 if self.left else self.collector.rollout.samples, snap.tick, snap.version,
+            self.index, self.incarnation, self.rollouts - 1, fresh.moments if fresh is not None else self.no_moments,
+            self.last_loss, self.last_norm, rows, snap.weights if self.needs_read else None,
+        )  # fmt: skip
+        if self.compressor is not None and finite:
+            c.payload = self.compressor.encode(self.gradient, snap.steps)
+        return c, fresh
+
+    def _collect(self, stopped: Any) -> Rollout | None:
+        """A rollout with the snapshot's weights; None if stopped."""
+        row, version = self.row, self.snapshot.version
+        row[Counter.PHASE] = Phase.COLLECT
+        begun = perf_counter()
+        rollout = self.collector.collect(version, stopped)
         if rollout is None:
             return None
-        collected = perf_counter()
-        row[Counter.PHASE] = Phase.GRADIENT
-        self.last_loss = self.last_norm = 0.0
-        finite = self._finite(rollout) and self._learn(rollout)
-        row[Counter.T_COLLECT] += collected - begun
-        row[Counter.T_GRADIENT] += perf_counter() - collected
+        row[Counter.T_COLLECT] += perf_counter() - begun
         row[Counter.ROLLOUTS] += 1
         self.rollouts += 1
         for failure in rollout.failures:
             row[Counter.ENV_FAILURES] += 1
-            self.log("warning", f"environment failed: {failure}", version=snap.version)
-        contribution = Contribution(
-            self.gradient, finite, rollout.samples, snap.tick, snap.version, self.index, self.incarnation,
-            self.rollouts - 1, rollout.moments, self.last_loss, self.last_norm,
-        )  # fmt: skip
-        return contribution, rollout
+            self.log("warning", f"environment failed: {failure}", version=version)
+        return rollout
 
-    def _learn(self, rollout: Rollout) -> bool:
+    @property
+    def rows(self) -> int:
+        """Valid rows the next gradient is the mean of."""
+        if not self.left:
+            return self.collector.rollout.samples
+        chosen = self.data["order"][len(self.data["order"]) - self.left]
+        return int(self.data["valid"][:, chosen[chosen >= 0]].sum())
+
+    def _loss(self) -> tuple[torch.Tensor, dict[str, float]]:
+        """Loss of the rollout, or of its next minibatch."""
+        hyper, steps, end = self.run.algo, self.snapshot.steps, self.run.total_steps
+        batch: Any = self.collector.rollout
+        if self.left:
+            batch = self.algorithm.minibatch(self.data, len(self.data["order"]) - self.left)
+        found: tuple[torch.Tensor, dict[str, float]] = self.algorithm.loss(hyper, self.policy, batch, steps, end)
+        return found
+
+    def _learn(self, rows: int) -> bool:
         """Fill `self.gradient`, clipped to the global norm; False if it is not finite."""
         hyper, row = self.run.algo, self.row
         self.flat_gradient.zero_()
-        if not rollout.samples:
+        if not rows:
             return True  # nothing but resets: a gradient of 0
-        loss, terms = self.algorithm.loss(hyper, self.policy, rollout, self.snapshot.steps, self.run.total_steps)
-        loss.backward()
+        loss, terms = self._loss()
+        loss.backward()  # type: ignore[no-untyped-call]
         norm = float(torch.linalg.vector_norm(self.flat_gradient))
         self.last_loss, self.last_norm = terms["loss"], norm
         if not (math.isfinite(norm) and math.isfinite(terms["loss"])):
-            wrong = [k for k in TERMS if not math.isfinite(terms[k])] or ["gradient"]
-            self._keep(rollout, f"{' and '.join(wrong)} not finite (gradient norm {norm})")
+            wrong = [k for k in TERMS if not math.isfinite(terms.get(k, 0.0))] or ["gradient"]
+            self._keep(self.collector.rollout, f"{' and '.join(wrong)} not finite (gradient norm {norm})")
             return False
         clipped = norm
         if 0 < hyper.max_gradient_norm < norm:
@@ -96,12 +145,14 @@ class Worker:
             row[Counter.CLIPPED] += 1
         row[Counter.LEARNED] += 1
         for name, counter in TERMS.items():
-            row[counter] += terms[name]
+            row[counter] += terms.get(name, 0.0)
         if math.isfinite(terms["explained_variance"]):
             row[Counter.EXPLAINED_VARIANCE] += terms["explained_variance"]
         row[Counter.GRADIENT_NORM] += norm
         row[Counter.GRADIENT_NORM_CLIPPED] += clipped
         row[Counter.NONFINITE_IN_A_ROW] = 0
+        if self.minibatches and self.algorithm.too_far(hyper, terms):
+            self.left = 1  # the rest of this rollout is left
         return True
 
     def _finite(self, rollout: Rollout) -> bool:
@@ -165,6 +216,12 @@ class Worker:
             "index": self.index, "incarnation": self.incarnation, "rollouts": self.rollouts,
             "rng": generator_state(c.rng), "env": None,
         }  # fmt: skip
+        if self.left:
+            values["left"], values["samples"] = self.left, c.rollout.samples
+            arrays |= {f"data.{k}": v for k, v in self.data.items()}
+        if self.compressor is not None:
+            values["compressor"], kept = self.compressor.save()
+            arrays |= {f"compressor.{k}": v for k, v in kept.items()}
         env = self.env.save()
         if env is not None:
             values["env"] = env[0]
@@ -194,6 +251,12 @@ class Worker:
         c.discounted = arrays["discounted"].copy()
         c.mask = arrays["mask"].astype(bool) if "mask" in arrays else None
         c.rng = generator_from(values["rng"])
+        self.left = values.get("left", 0)
+        self.data = {k[5:]: v for k, v in arrays.items() if k.startswith("data.")}
+        c.rollout.samples = values.get("samples", 0)
+        if self.compressor is not None and "compressor" in values:
+            kept = {k[11:]: v for k, v in arrays.items() if k.startswith("compressor.")}
+            self.compressor.restore(values["compressor"], kept)
         self.rollouts = values["rollouts"]
 
 
@@ -221,7 +284,8 @@ def loop(worker: Worker, rule: Any, store: Store, directory: Path) -> None:
         if done is None:
             break
         contribution, rollout = done
-        worker.report(rollout, store, worker.snapshot.steps)
+        if rollout is not None:
+            worker.report(rollout, store, worker.snapshot.steps)
         rule.push(contribution)
     rule.leave()
     row[Counter.PHASE] = Phase.LEFT
@@ -270,7 +334,8 @@ def work(
     """
     from slipstream.record import Recorder
 
-    recorder = Recorder(directory / "schedule.bin") if run.record and run.update != "hogwild" else None
+    recorded = run.record and run.update not in ("hogwild", "server")  # the server keeps the record itself
+    recorder = Recorder(directory / "schedule.bin") if recorded else None
     store = Store(store_path, index, recorder)
     row = store.row
     row[Counter.PHASE] = Phase.STARTING

@@ -39,6 +39,7 @@ class Rule:
         into.header[:3] = version, version, steps
         store.row[Counter.READS] += 1
         store.row[Counter.BYTES] += into.weights.nbytes
+        store.row[Counter.BYTES_DOWN] += into.weights.nbytes
         if begun != done or self._writes()[0] != begun:
             store.row[Counter.READS_OVERLAPPED] += 1
         return version
@@ -50,7 +51,10 @@ class Rule:
         if contribution.finite:
             row[Counter.PHASE] = Phase.APPLY
             row[Counter.WRITES_BEGUN] += 1
-            self.stepper.step(slot, contribution.gradient, self.learning_rate(steps))
+            if contribution.rows:
+                staleness = version - contribution.version
+                gradient = self.stepper.compensated(slot, contribution) if staleness else contribution.gradient
+                self.stepper.step(slot, gradient, self.stepper.slower(self.learning_rate(steps), staleness))
             row[Counter.WRITES_DONE] += 1
             row[Counter.BYTES] += 2 * slot.bytes.nbytes
             self._merge(contribution)

@@ -20,6 +20,7 @@ class Rule:
     def pull(self, into: Snapshot) -> int:
         """Copy the newest version into `into`; returns its number."""
         self.store.row[Counter.BYTES] += into.weights.nbytes
+        self.store.row[Counter.BYTES_DOWN] += into.weights.nbytes
         return self.store.read(into)
 
     def push(self, contribution: Contribution) -> None:

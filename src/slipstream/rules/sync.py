@@ -33,6 +33,7 @@ class Rule:
     def pull(self, into: Snapshot) -> int:
         """Copy the newest version into `into`; returns its number."""
         self.store.row[Counter.BYTES] += into.weights.nbytes
+        self.store.row[Counter.BYTES_DOWN] += into.weights.nbytes
         return self.store.read(into)
 
     def push(self, contribution: Contribution) -> None:
@@ -42,7 +43,7 @@ class Rule:
         store.gradients[mine] = contribution.gradient
         c = contribution
         store.offers["numbers"][mine] = (
-            c.finite, c.samples, c.tick, c.version, c.worker, c.incarnation, c.rollout, 0,
+            c.finite, c.samples, c.tick, c.version, c.worker, c.incarnation, c.rollout, c.weight,
         )  # fmt: skip
         store.offers["prints"][mine] = c.loss, c.norm
         store.offers["moments"][mine] = c.moments
@@ -89,12 +90,13 @@ class Rule:
             store.lock.release()
 
     def _offered(self, worker: int) -> Contribution:
-        finite, samples, tick, version, index, incarnation, rollout, _ = (
+        finite, samples, tick, version, index, incarnation, rollout, weight = (
             int(n) for n in self.store.offers["numbers"][worker]
         )
+        loss, norm = (float(x) for x in self.store.offers["prints"][worker])
         return Contribution(
             self.store.gradients[worker], bool(finite), samples, tick, version, index, incarnation, rollout,
-            self.store.offers["moments"][worker], *(float(x) for x in self.store.offers["prints"][worker]),
+            self.store.offers["moments"][worker], loss, norm, weight,
         )  # fmt: skip
 
     def leave(self) -> None:

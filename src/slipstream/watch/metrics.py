@@ -23,6 +23,7 @@ MEANS = {
     "gradient_norm_clipped": Counter.GRADIENT_NORM_CLIPPED,
     "clipped_share": Counter.CLIPPED,
 }
+OPTIONAL_MEANS = {"approx_kl": Counter.KL, "clip_fraction": Counter.CLIP_FRACTION}  # PPO's
 SHARES = {
     "collect_share": Counter.T_COLLECT,
     "gradient_share": Counter.T_GRADIENT,
@@ -35,6 +36,9 @@ TOTALS = {
     "environment_failures": Counter.ENV_FAILURES,
     "reads_retried": Counter.READ_RETRIES,
     "reads_bad": Counter.READS_BAD,
+    "gradients_dropped_stale": Counter.DROPPED_STALE,
+    "bytes_down": Counter.BYTES_DOWN,
+    "bytes_up": Counter.BYTES_UP,
 }
 
 
@@ -102,6 +106,7 @@ class Meter:
         """Metrics of the time since the last look."""
         store, now = self.store, time.perf_counter()
         rows, before, seconds = store.rows.copy(), self.rows, max(1e-9, now - self.last)
+        actors = store.layout.actors
         version, steps = store.progress()
         delta = rows - before
         total = delta.sum(0)
@@ -126,32 +131,42 @@ class Meter:
             e.new_lengths.clear()
         if total[Counter.LEARNED]:
             out |= {name: float(total[c] / learned) for name, c in MEANS.items()}
-        out |= {name: float(total[c] / seconds / len(rows)) for name, c in SHARES.items()}
+            out |= {name: float(total[c] / learned) for name, c in OPTIONAL_MEANS.items() if total[c]}
+        out |= {name: float(delta[:actors, c].sum() / seconds / actors) for name, c in SHARES.items()}
+        if actors < len(rows):
+            server = delta[actors]
+            out["server_busy_share"] = float(1 - server[Counter.T_IDLE] / seconds)
+            out["server_apply_share"] = float(server[Counter.T_APPLY] / seconds)
         out |= {name: int(rows[:, c].sum()) for name, c in TOTALS.items()}
         out |= staleness(total[Counter.HISTOGRAM : Counter.HISTOGRAM + STALENESS_BINS])
         out["staleness_max"] = int(rows[:, Counter.STALENESS_MAX].max())
         reads = total[Counter.READS]
         if store.layout.in_place:
             out["reads_overlapped_share"] = float(total[Counter.READS_OVERLAPPED] / reads) if reads else 0.0
-        out["worker_steps_per_second"] = [float(s / seconds) for s in delta[:, Counter.STEPS]]
+        out["worker_steps_per_second"] = [float(s / seconds) for s in delta[:actors, Counter.STEPS]]
         self.rows, self.last, self.version, self.steps = rows, now, version, steps
         return out
 
     def totals(self) -> dict[str, Any]:
         """Figures of the whole run so far, for its summary."""
-        rows = self.store.rows
+        rows, actors = self.store.rows, self.store.layout.actors
         total, seconds = rows.sum(0), max(1e-9, time.perf_counter() - self.started)
         histogram = total[Counter.HISTOGRAM : Counter.HISTOGRAM + STALENESS_BINS]
-        busy = max(1e-9, float(total[[Counter.T_COLLECT, Counter.T_GRADIENT, Counter.T_PULL, Counter.T_APPLY,
-                                      Counter.T_WAIT]].sum()))  # fmt: skip
+        phases = {name.removesuffix("_share"): float(rows[:actors, c].sum()) for name, c in SHARES.items()}
+        if actors < len(rows):
+            phases["server_apply"] = float(rows[actors, Counter.T_APPLY])
+        busy = max(1e-9, sum(phases[name.removesuffix("_share")] for name in SHARES))
         out: dict[str, Any] = {
-            "wait_share": float(total[Counter.T_WAIT] / busy),
+            "wait_share": phases["wait"] / busy,
+            "phases": {k: round(v, 4) for k, v in phases.items()},
+            "staleness_histogram": [int(n) for n in histogram],
+            "bytes_trajectories": 0,  # workers act and learn in one place
             "bytes_per_second": float(total[Counter.BYTES] / seconds),
             "reads": int(total[Counter.READS]),
             **{name: int(total[c]) for name, c in TOTALS.items()},
             **staleness(histogram),
             "staleness_max": int(rows[:, Counter.STALENESS_MAX].max()),
-            "worker_steps": [int(s) for s in rows[:, Counter.STEPS]],
+            "worker_steps": [int(s) for s in rows[:actors, Counter.STEPS]],
         }
         if self.store.layout.in_place:
             out["reads_overlapped_share"] = float(total[Counter.READS_OVERLAPPED] / max(1, total[Counter.READS]))
