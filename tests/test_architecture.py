@@ -29,7 +29,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 MOST_LINES = 450
 LONG_FILES = {
-    "store.py": (580, "segment, lock, slots and the handle are one protocol, which is read and changed as a whole"),
+    "store.py": (590, "segment, lock, slots and the handle are one protocol, which is read and changed as a whole"),
     "session.py": (520, "the life of a run from start to end, in the order in which it happens"),
 }
 MOST_FUNCTION_LINES = 60

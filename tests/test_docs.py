@@ -200,20 +200,23 @@ def test_files_named_exist(page: str, old: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_options_named_exist(page: str) -> None:
-    every = set(cli._flags(config.Run)) | {f"--{name.replace('_', '-')}" for name in options()}
+    from slipstream.options import flags
+
+    every = set(flags(config.Run)) | {f"--{name.replace('_', '-')}" for name in options()}
     every |= {f"--{n}" for n in ("config", "run", "show", "json", "help", "episodes", "sample", "until-update")}
-    every |= {f"--no-{f[2:]}" for f in cli._flags(config.Run)} | {"--shm-size", "--logdir"}
+    every |= {f"--no-{f[2:]}" for f in flags(config.Run)} | {"--shm-size", "--logdir"}
     for option in re.findall(r"--[a-z][\w.-]*", " ".join(named(page))):
         assert option in every, f"{page}: {option}"
     for name in named(page):
-        if re.fullmatch(r"(limits|watch|net|algo)\.[a-z_]+", name):
+        if re.fullmatch(r"(limits|watch|net|algo|rule)\.[a-z_]+", name):
             assert name in options(), f"{page}: {name}"
 
 
 def options() -> set[str]:
     """Every option of a run, as `limits.max_restarts`."""
-    groups = {"net": config.Net, "limits": config.Limits, "watch": config.Watch, "algo": config.hyperparameters("a3c")}
-    return {f.name for f in fields(config.Run)} | {f"{g}.{f.name}" for g, cls in groups.items() for f in fields(cls)}
+    groups = [("net", config.Net), ("limits", config.Limits), ("watch", config.Watch), ("rule", config.Rule)]
+    groups += [("algo", config.hyperparameters(name)) for name in config.names("algos")]
+    return {f.name for f in fields(config.Run)} | {f"{g}.{f.name}" for g, cls in groups for f in fields(cls)}
 
 
 @pytest.mark.parametrize("page", PAGES)

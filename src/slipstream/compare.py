@@ -1,9 +1,8 @@
 """`slipstream compare ENV`: the same task under a grid of algorithms and update rules, one run after another.
 
-Each run is a fresh process of `slipstream train`, watched from here to its end: memory and CPU are measured alike
-for all. The order goes seed by seed over the cells of the grid, so a slow minute of the machine hits all of them.
-A finished run leaves `compare.json` in its directory; a comparison that was killed goes on with the runs that lack
-one. What came of it is put together by compare_report.py.
+Each run is a fresh process of `slipstream train` (compare_run.py). The order goes seed by seed over the cells of the
+grid, so a slow minute of the machine hits all of them. A finished run leaves `compare.json` in its directory; a
+comparison that was killed goes on with the runs that lack one. What came of it is put together by compare_report.py.
 """
 
 from __future__ import annotations
@@ -13,42 +12,35 @@ import fcntl
 import hashlib
 import json
 import os
-import platform
 import re
 import shlex
 import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
 import tyro
-import yaml
 
-from slipstream import __version__, compare_report, config
+from slipstream import compare_report, compress, config
 from slipstream.checkpoint import write_file
-from slipstream.compare_report import Comparison, Measured
-from slipstream.cores import usable_cores
+from slipstream.compare_run import collect, execute, machine, read_json
+from slipstream.compare_statistics import Comparison, Measured, require
 from slipstream.errors import ConfigError, Interrupted, unknown
-from slipstream.launch import die_with_parent
-from slipstream.watch.usage import pss_mib
 
-SAMPLE_EVERY = 0.25  # seconds between looks at the processes of a run
-GPU_EVERY = 2.0
-PHASES = ("collect", "gradient", "pull", "wait", "apply")
+SYNCHRONOUS = ("a2c", "ppo")
+GRID = (
+    "a2c (a3c under sync) and ppo run under sync alone, as the synchronous baselines; other algorithms under each of "
+    "--updates; compressions other than none under server alone, where gradients are sent"
+)
+Resolve = Callable[[list[str]], config.Run]
 
 
 @dataclass(frozen=True)
 class Options:
-    """Run a grid of algorithms and update rules on one environment and tabulate what each cost.
+    """Run a grid of algorithms and update rules on one environment, one run after another, and tabulate the cost.
 
     Options after `--` go to every `slipstream train`. The same command again, or `--out DIR` alone, goes on with a
     comparison that was stopped.
@@ -57,11 +49,11 @@ class Options:
     env: tyro.conf.Positional[str] = ""
     """Gymnasium id, or `module:Id`; may be left out where --out holds a comparison."""
     algos: str = "a2c,ppo,a3c"
-    """Algorithms. a2c is a3c under the rule sync; ppo runs under sync; others under each of --updates."""
-    updates: str = "lock,hogwild"
-    """Update rules, each with options if any: lock,server:quorum=2,max_staleness=4."""
+    """Algorithms. a2c (a3c under the rule sync) and ppo run under sync alone, others under each of --updates."""
+    updates: str = "lock,hogwild,server"
+    """Update rules; options are joined by +, as in server:quorum=2+max_staleness=4."""
     compress: str = "none"
-    """Gradient compressions, such as none,topk:0.01; others than none are for the rule server alone."""
+    """Gradient compressions for the rule server, such as none,topk:0.01,topk:0.01+qsgd:8 (two entries with topk)."""
     seeds: int = 5
     """Seeds of each cell: 0, 1, 2 ..."""
     target: float | None = None
@@ -70,14 +62,12 @@ class Options:
     """Environment steps after which a run has not reached the target; default: the preset's."""
     workers: int | None = None
     """Worker processes of each run; default: one for each usable core."""
-    copies: int | None = None
-    """Environment copies in each worker; default: the preset's."""
     train: str = ""
     """Further options of `slipstream train` for every run, in one string; or put them after `--`."""
     out: str | None = None
     """Directory of the comparison; default: runs/compare-<env>-<mark of the options>."""
     json: bool = False
-    """Print one JSON object."""
+    """Print one JSON object on standard output; what is told meanwhile goes to standard error."""
 
 
 def parse(arguments: list[str]) -> Options:
@@ -108,7 +98,7 @@ class Cell:
     @property
     def label(self) -> str:
         """What tables call it, such as `a3c server quorum=2 topk:0.01`; `sync` is understood for a2c and ppo."""
-        words = [self.algo, "" if self.update == "sync" else self.update, *(f"{k}={v}" for k, v in self.rule)]
+        words = [self.algo, "" if self.algo in SYNCHRONOUS else self.update, *(f"{k}={v}" for k, v in self.rule)]
         return " ".join(w for w in [*words, "" if self.compress == "none" else self.compress] if w)
 
     @property
@@ -124,15 +114,23 @@ class Cell:
         return out + ([] if self.compress == "none" else ["--compress", self.compress])
 
 
-def entries(text: str) -> list[str]:
-    """Split a list at its commas; a piece `k=v` belongs to the entry before it: `a:x=1,y=2,b` has two entries."""
+def entries(option: str, text: str) -> list[str]:
+    """Split a list at its commas, each entry once; `+` joins the parts of an entry, and stands there for a comma.
+
+    No entry is `name=value`: such a piece belongs to the entry before it, as in `server:quorum=2,pipeline=2,lock`.
+
+    Raises:
+        ConfigError: the list is empty.
+    """
     found: list[str] = []
     for piece in (p.strip() for p in text.split(",")):
-        if found and "=" in piece and ":" not in piece.split("=")[0]:
+        if found and re.match(r"\w+=", piece):
             found[-1] += ("," if ":" in found[-1] else ":") + piece
         elif piece:
-            found.append(piece)
-    return found
+            found.append(piece.replace("+", ","))
+    if not found:
+        raise ConfigError(f"{option}: the list is empty")
+    return list(dict.fromkeys(found))
 
 
 def _update(entry: str) -> tuple[str, tuple[tuple[str, str], ...]]:
@@ -142,60 +140,37 @@ def _update(entry: str) -> tuple[str, tuple[tuple[str, str], ...]]:
         raise unknown("updates", name, config.names("rules"))
     options = {}
     for piece in rest.split(",") if rest else []:
-        key, equals, value = piece.partition("=")
-        if not (key and equals and value):
+        key, _, value = piece.partition("=")
+        if not (key and value):
             raise ConfigError(f"updates: {piece!r} of {entry!r} is not an option; write {name}:name=value")
         options[key.strip().replace("-", "_")] = value.strip()
     return name, tuple(sorted(options.items()))
 
 
-def grid(algos: str, updates: str, compress: str) -> list[Cell]:
-    """The cells of a grid in the order asked for, each once.
-
-    `a3c` under `sync` is a2c and gets its name. A compression multiplies the cells of the rule `server` only.
+def grid(algos: str, updates: str, compressions: str) -> list[Cell]:
+    """The cells of a grid in the order asked for, each once; GRID says which are made.
 
     Raises:
-        ConfigError: an empty list or an unknown name, with the nearest valid ones.
+        ConfigError: an empty list, an unknown name (with the nearest valid ones), or an entry that no cell has.
     """
-    rules, ways, valid = [_update(e) for e in entries(updates)], entries(compress), ["a2c", *config.names("algos")]
+    names, rules = entries("algos", algos), [_update(e) for e in entries("updates", updates)]
+    ways = entries("compress", compressions)
+    for name in names:
+        if name not in ("a2c", *config.names("algos")):
+            raise unknown("algos", name, ["a2c", *config.names("algos")])
     for way in ways:
-        if way.split(":")[0] not in ("none", *config.names("compress")):
-            raise unknown("compress", way.split(":")[0], ["none", *config.names("compress")])
-    for name, given in (("algos", entries(algos)), ("updates", rules), ("compress", ways)):
-        if not given:
-            raise ConfigError(f"{name}: the list is empty")
+        compress.check(way)
     cells: dict[Cell, None] = {}
-    for algo in entries(algos):
-        if algo not in valid:
-            raise unknown("algos", algo, valid)
-        for update, rule in [("sync", ())] if algo in ("a2c", "ppo") else rules:
+    for algo in names:
+        for update, rule in [("sync", ())] if algo in SYNCHRONOUS else rules:
             name = "a2c" if algo == "a3c" and update == "sync" else algo
-            for way in dict.fromkeys(ways) if update == "server" else ["none"]:
+            for way in ways if update == "server" else ["none"]:
                 cells[Cell(name, update, rule, way)] = None
+    for way in ways:
+        if way != "none" and not any(c.compress == way for c in cells):
+            raise ConfigError(f"compress: no cell of the grid would use {way!r}: it needs a3c among --algos "
+                              "and server among --updates")  # fmt: skip
     return list(cells)
-
-
-def check(cell: Cell, options: Options) -> None:
-    """Refuse before anything runs what `slipstream train` would refuse.
-
-    Raises:
-        ConfigError: names the cell, and the option as `slipstream train` names it.
-    """
-    preset = config.preset(options.env)
-    values = {**preset, "env": options.env, "update": cell.update, "compress": cell.compress}
-    values["rule"] = {**preset.get("rule", {}), **{k: yaml.safe_load(v) for k, v in cell.rule}}
-    if cell.algorithm != values.get("algorithm", config.Run.algorithm):
-        values.pop("algo", None)
-    values["algorithm"] = cell.algorithm
-    for name in ("total_steps", "workers", "copies"):
-        if getattr(options, name) is not None:
-            values[name] = getattr(options, name)
-    try:
-        run = config.from_dict(values)
-        if not options.train:  # which could make it right
-            config.check(run)
-    except ConfigError as e:
-        raise ConfigError(f"{cell.label}: {e}") from None
 
 
 @dataclass(frozen=True)
@@ -209,28 +184,23 @@ class Job:
 
 
 def plan(options: Options, out: Path) -> list[Job]:
-    """Every run, seed by seed over the cells, after all checks that can be made now.
+    """Every run, seed by seed over the cells.
 
     Raises:
         ConfigError: an option makes no sense.
     """
-    from slipstream.envs.gym import find
-
     if options.seeds < 1:
         raise ConfigError(f"seeds: {options.seeds} is too small, the least is 1")
-    cells = grid(options.algos, options.updates, options.compress)
-    for cell in cells:
-        check(cell, options)
-    find(options.env)
-    common = ["--target-return", str(target(options))]
-    for name in ("total_steps", "workers", "copies"):
-        if getattr(options, name) is not None:
-            common += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    common = []
+    for name, value in (
+        ("target-return", options.target), ("total-steps", options.total_steps), ("workers", options.workers),
+    ):  # fmt: skip
+        common += [] if value is None else [f"--{name}", str(value)]
     common += _split(options.train)
     return [
         Job(cell, seed, out / f"{cell.slug}-seed{seed}",
             ["train", options.env, "--json", "--seed", str(seed), *cell.arguments(), *common])
-        for seed in range(options.seeds) for cell in cells
+        for seed in range(options.seeds) for cell in grid(options.algos, options.updates, options.compress)
     ]  # fmt: skip
 
 
@@ -241,239 +211,64 @@ def _split(train: str) -> list[str]:
         raise ConfigError(f"train: {train!r} cannot be split into options ({e})") from None
 
 
-def target(options: Options) -> float | None:
-    """The return to reach: asked for, or of the environment's preset, or none."""
-    value = config.preset(options.env).get("target_return") if options.target is None else options.target
-    return None if value is None else float(value)
+def check(job: Job, resolve: Resolve) -> config.Run:
+    """What the run of a job will be: whatever `slipstream train` would refuse is refused before anything starts.
 
-
-# -- one run ---------------------------------------------------------------------------------------
-
-
-class Tree:
-    """Peak memory, CPU seconds and GPU use of a process and its descendants, from looks at them."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid, self.peak_mib = pid, 0.0
-        self.cpu: dict[int, float] = {}
-        self.gpu: list[float] = []
-        self.next_gpu = time.monotonic() if shutil.which("nvidia-smi") else float("inf")
-
-    def look(self) -> None:
-        """Take a sample."""
-        pids = []
-        with suppress(psutil.Error):
-            root = psutil.Process(self.pid)
-            for process in [root, *root.children(recursive=True)]:
-                with suppress(psutil.Error):
-                    times = process.cpu_times()
-                    self.cpu[process.pid] = times.user + times.system
-                    pids.append(process.pid)
-        self.peak_mib = max(self.peak_mib, pss_mib(pids) or 0.0)
-        if time.monotonic() >= self.next_gpu:
-            self.next_gpu = time.monotonic() + GPU_EVERY
-            query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
-            with suppress(OSError, ValueError, subprocess.SubprocessError):
-                said = subprocess.run(query, capture_output=True, text=True, timeout=2, check=True).stdout
-                self.gpu.append(max(float(line) for line in said.split()) / 100)  # the busiest
-
-
-def execute(arguments: list[str]) -> dict[str, Any]:
-    """Carry out `slipstream <arguments>` in a fresh process that does not outlive this one, and watch it to its end.
-
-    Returns:
-        code: exit code (minus the signal that killed it); error: the end of what it wrote there; wall: seconds from
-        start to end; cpu_seconds: user and system time of the whole tree; peak_memory_mib: PSS of the tree (RSS where
-        the kernel does not tell); gpu: mean use of the busiest GPU, or none.
+    Raises:
+        ConfigError: names the cell, and the option as `slipstream train` names it.
     """
-    parent, begun = os.getpid(), time.monotonic()
-    with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "slipstream", *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=errors, preexec_fn=lambda: die_with_parent(parent),
-        )  # fmt: skip
-        try:
-            status, used, tree = _watch(process.pid)
-        except BaseException:
-            _end(process)
-            raise
-        process.returncode = os.waitstatus_to_exitcode(status)
-        wall = time.monotonic() - begun
-        errors.seek(0)
-        said = errors.read().decode(errors="replace")[-4000:].strip()
-    reaped = used.ru_utime + used.ru_stime  # lacks descendants nobody has waited for; the samples lack the last moment
-    return {
-        "code": process.returncode, "error": said if process.returncode else None, "wall": wall,
-        "cpu_seconds": max(reaped, sum(tree.cpu.values())), "peak_memory_mib": round(tree.peak_mib, 1),
-        "gpu": float(np.mean(tree.gpu)) if tree.gpu else None,
-    }  # fmt: skip
-
-
-def _watch(pid: int) -> tuple[int, Any, Tree]:
-    """Wait for a child; returns its status, its resource usage and what was sampled."""
-    tree, due = Tree(pid), 0.0
-    while True:
-        ended, status, used = os.wait4(pid, os.WNOHANG)
-        if ended:
-            return status, used, tree
-        if time.monotonic() >= due:
-            tree.look()
-            due = time.monotonic() + SAMPLE_EVERY
-        time.sleep(0.02)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
+    cell = job.cell
     try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on: cores, CPU, system and versions."""
-    cpu = platform.processor()
-    with suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        cpu = found.group(1) if found else cpu
-    versions = {"slipstream": __version__, "python": platform.python_version()}
-    for package in ("torch", "gymnasium", "numpy", "scipy"):
-        with suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return {"cpu": cpu or platform.machine(), "cores": usable_cores(), "system": platform.platform(), **versions}
-
-
-def finished(job: Job) -> dict[str, Any] | None:
-    """The record of a run that has ended, well or not, or None.
-
-    Raises:
-        ConfigError: the run there was made with other options.
-    """
-    record = read_json(job.directory / "compare.json")
-    if record and record["arguments"] != job.arguments:
-        raise ConfigError(
-            f"out: {job.directory} was run with other options ({shlex.join(record['arguments'])}); choose another --out"
-        )
-    return record or None
-
-
-def run(job: Job) -> dict[str, Any]:
-    """Start a run anew and record what came of it.
-
-    Raises:
-        ConfigError: it was refused: so would be the others of its cell.
-        Interrupted: somebody stopped it; it is not counted and starts anew next time.
-    """
-    if job.directory.exists():  # half done
-        with claim(job.directory, 10.0):
-            pass
-        shutil.rmtree(job.directory)
-    record = {"cell": job.cell.label, "seed": job.seed, "arguments": job.arguments, "machine": machine(),
-              "date": time.strftime("%Y-%m-%d %H:%M:%S")}  # fmt: skip
-    record |= execute([*job.arguments, "--run", str(job.directory)])
-    if record["code"] == ConfigError.exit_code and not (job.directory / "metrics.jsonl").exists():
-        shutil.rmtree(job.directory, ignore_errors=True)
-        raise ConfigError(f"{job.cell.label}: {record['error'].removeprefix('slipstream: ')}")
-    if record["code"] in (130, 143):
-        raise Interrupted(f"run {job.directory} was stopped; the same command goes on with the comparison")
-    job.directory.mkdir(parents=True, exist_ok=True)
-    write_file(job.directory / "compare.json", json.dumps(record, indent=1).encode())
-    return record
-
-
-# -- what a run left -------------------------------------------------------------------------------
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one where there is none."""
-    with suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; a broken last line, as a killed run leaves it, is passed over."""
-    found = []
-    with suppress(OSError):
-        for line in path.read_text(errors="replace").splitlines():
-            with suppress(ValueError):
-                found.append(json.loads(line))
-    return found
-
-
-def collect(directory: Path, record: dict[str, Any]) -> Measured:
-    """The figures of a run from its directory and its record; what the run did not write is None."""
-    summary, lines = read_json(directory / "summary.json"), read_lines(directory / "metrics.jsonl")
-    last: dict[str, Any] = lines[-1] if lines else {}
-    failure = _failure(record, summary)
-    solved = summary.get("solved_at") if failure is None else None
-    steps, updates = summary.get("steps", last.get("steps", 0)), summary.get("updates", last.get("updates", 0))
-    wall = record["wall"]
-    if solved is not None:
-        updates = float(np.interp(solved, [m["steps"] for m in lines] or [0], [m["updates"] for m in lines] or [0]))
-        steps, wall = solved, summary["seconds_to_solved"]
-    known = [m for m in lines if m.get("return") is not None]
-    return Measured(
-        cell=record["cell"], seed=record["seed"], reached=solved is not None, failure=failure, steps=float(steps),
-        seconds=float(wall), updates=float(updates), figures=_figures(summary, last, known, record),
-        curve={k: [float(m[k]) for m in known] for k in ("steps", "wall", "return")}, phases=_phases(summary, lines),
-        staleness_histogram=[int(n) for n in summary.get("staleness_histogram", [])],
-    )  # fmt: skip
-
-
-def _failure(record: dict[str, Any], summary: dict[str, Any]) -> str | None:
-    if record["code"] < 0:
-        return f"killed by signal {-record['code']}"
-    if record["code"]:
-        return str(record["error"] or f"exit code {record['code']}")
-    return None if summary else "it left no summary.json"
-
-
-def _figures(
-    summary: dict[str, Any], last: dict[str, Any], known: list[dict[str, Any]], record: dict[str, Any]
-) -> dict[str, float | None]:
-    """Everything that is one number a run; keys as in compare_report.FIGURES."""
-    full = max((m["return_episodes"] for m in known), default=0)  # means over few episodes are of short ones
-    seconds, updates = summary.get("seconds", last.get("wall")), summary.get("updates", last.get("updates"))
-    moved = {k: summary.get(f"bytes_{k}") for k in ("down", "up", "trajectories")}
-    parts = [b for b in moved.values() if b is not None]
-    total = sum(parts) if parts else None
-    if total is None and "bytes_per_second" in summary and seconds is not None:
-        total = summary["bytes_per_second"] * seconds
-    per_second = _ratio(total, seconds)
-    return {
-        "peak_return": max((float(m["return"]) for m in known if m["return_episodes"] == full), default=None),
-        "steps_per_second": summary.get("steps_per_second", _ratio(last.get("steps"), last.get("wall"))),
-        **{f"bytes_{k}_per_update": _ratio(b, updates) for k, b in moved.items()},
-        "bytes_per_update": _ratio(total, updates),
-        "gb_per_hour": None if per_second is None else per_second * 3600 / 1e9,
-        "peak_memory_mib": record["peak_memory_mib"] or None,
-        "cpu": record["cpu_seconds"] / record["wall"] / record["machine"]["cores"], "gpu": record["gpu"],
-        "staleness_mean": summary.get("staleness_mean"), "staleness_p99": summary.get("staleness_p99"),
-        "dropped_stale": summary.get("dropped_stale"), "wait_share": summary.get("wait_share"),
-        "torn_share": summary.get("reads_overlapped_share"),
-    }  # fmt: skip
-
-
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return None if a is None or not b else a / b
-
-
-def _phases(summary: dict[str, Any], lines: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds of each phase, all workers together; a run that did not sum them has their shares in its metrics."""
-    if "phases" in summary:
-        return {k: float(summary["phases"].get(k, 0.0)) for k in PHASES}
-    out, before = dict.fromkeys(PHASES, 0.0), 0.0
-    for m in lines:
-        for k in PHASES:
-            out[k] += m.get(f"{k}_share", 0.0) * (m["wall"] - before) * len(m.get("worker_steps_per_second", []))
-        before = m["wall"]
-    return out
+        run = config.check(resolve(job.arguments[1:]))
+    except ConfigError as e:
+        raise ConfigError(f"{cell.label}: {e}") from None
+    for name, ours in (("algorithm", cell.algorithm), ("update", cell.update), ("compress", cell.compress),
+                       ("seed", job.seed)):  # fmt: skip
+        if getattr(run, name) != ours:
+            raise ConfigError(f"train: {name} is an option of the grid; leave it to slipstream compare")
+    return run
 
 
 # -- the comparison --------------------------------------------------------------------------------
+
+
+def remembered(options: Options) -> Options:
+    """`--out DIR` without an environment: the options of the comparison in it.
+
+    Raises:
+        ConfigError: there is none, or other options are given too.
+    """
+    if options.env:
+        return options
+    saved = read_json(Path(options.out) / "plan.json") if options.out else {}
+    if not saved:
+        raise ConfigError(
+            f"out: {options.out} holds no comparison to go on with"
+            if options.out
+            else "compare: which environment? Such as: slipstream compare CartPole-v1"
+        )
+    if dataclasses.replace(options, out=None, json=False) != Options():
+        raise ConfigError("compare: options of a comparison that exists are changed with its ENV given too")
+    return Options(**{**saved["options"], "out": options.out, "json": options.json})
+
+
+def directory_of(options: Options) -> Path:
+    """Where a comparison lives: the same options lead to the same place, whatever the number of seeds."""
+    if options.out:
+        return Path(options.out)
+    told = dataclasses.asdict(dataclasses.replace(options, seeds=0, json=False))
+    mark = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
+    return Path("runs") / f"compare-{re.sub(r'[^A-Za-z0-9._-]+', '-', options.env.split(':')[-1])}-{mark}"
+
+
+def command(options: Options) -> str:
+    """The command line of a comparison."""
+    words = ["slipstream", "compare", options.env]
+    for f in dataclasses.fields(Options):
+        value = getattr(options, f.name)
+        if f.name not in ("env", "train", "json") and value != f.default:
+            words += [f"--{f.name.replace('_', '-')}", str(value)]
+    return shlex.join([*words, *(["--", *_split(options.train)] if options.train else [])])
 
 
 @contextmanager
@@ -499,69 +294,83 @@ def claim(directory: Path, patience: float = 0.0) -> Iterator[None]:
         os.close(fd)
 
 
-def remembered(options: Options) -> Options:
-    """`--out DIR` without an environment: the options of the comparison in it."""
-    if options.env:
-        return options
-    saved = read_json(Path(options.out) / "plan.json") if options.out else {}
-    if not saved:
-        raise ConfigError("compare: which environment? Such as: slipstream compare CartPole-v1")
-    only = dataclasses.replace(options, env="", out=None, json=False)
-    if only != Options():
-        raise ConfigError("compare: options of a comparison that exists are changed with its ENV given too")
-    return Options(**{**saved["options"], "out": options.out, "json": options.json})
+def finished(job: Job) -> dict[str, Any] | None:
+    """The record of a run that has ended, well or not, or None.
+
+    Raises:
+        ConfigError: the run there was made with other options.
+    """
+    record = read_json(job.directory / "compare.json")
+    if record and record["arguments"] != job.arguments:
+        raise ConfigError(
+            f"out: {job.directory} was run with other options ({shlex.join(record['arguments'])}); choose another --out"
+        )
+    return record or None
 
 
-def directory_of(options: Options) -> Path:
-    """Where a comparison lives: the same options lead to the same place, whatever the number of seeds."""
-    if options.out:
-        return Path(options.out)
-    told = dataclasses.asdict(dataclasses.replace(options, seeds=0, json=False))
-    mark = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
-    return Path("runs") / f"compare-{re.sub(r'[^A-Za-z0-9._-]+', '-', options.env.split(':')[-1])}-{mark}"
+def carry_out(job: Job) -> dict[str, Any]:
+    """Start a run anew and record what came of it.
+
+    Raises:
+        ConfigError: it was refused, as its like would be: no result of training.
+        Interrupted: somebody stopped it; it is not counted and starts anew next time.
+    """
+    if job.directory.exists():  # half done
+        with claim(job.directory, 10.0):  # its processes die with the comparison that was killed, but not at once
+            shutil.rmtree(job.directory)
+    record = {"cell": job.cell.label, "seed": job.seed, "arguments": job.arguments, "machine": machine(),
+              "date": time.strftime("%Y-%m-%d %H:%M:%S")}  # fmt: skip
+    record |= execute([*job.arguments, "--run", str(job.directory)])
+    if record["code"] == ConfigError.exit_code and not (job.directory / "metrics.jsonl").exists():
+        shutil.rmtree(job.directory, ignore_errors=True)
+        raise ConfigError(f"{job.cell.label}: {str(record['error']).removeprefix('slipstream: ')}")
+    if record["code"] in (130, 143):
+        raise Interrupted(f"stopped by {'SIGINT' if record['code'] == 130 else 'SIGTERM'} in {job.directory}")
+    job.directory.mkdir(parents=True, exist_ok=True)
+    write_file(job.directory / "compare.json", json.dumps(record, indent=1).encode())
+    return record
 
 
-def command(options: Options) -> str:
-    """The command line of a comparison."""
-    words = ["slipstream", "compare", options.env]
-    for f in dataclasses.fields(Options):
-        value = getattr(options, f.name)
-        if f.name not in ("env", "train", "json") and value != f.default:
-            words += [f"--{f.name.replace('_', '-')}", str(value)]
-    return shlex.join([*words, *(["--", *_split(options.train)] if options.train else [])])
-
-
-def compare(options: Options, say: Callable[[str], None]) -> Comparison:
+def compare(options: Options, say: Callable[[str], None], resolve: Resolve) -> Comparison:
     """Run what is missing of a comparison, then write comparison.csv, .md, .html and .json into its directory.
 
     Args:
         options: the grid and what is common to its runs.
         say: takes one line of text: each run as it ends, then the table.
+        resolve: the run that `slipstream train` would make of its arguments.
 
     Raises:
-        ConfigError: an option makes no sense, a run was refused, or an extra is missing.
-        Interrupted: a run was stopped from outside.
+        ConfigError: an option makes no sense, an extra is missing, or a run was refused.
+        Interrupted: Ctrl-C or SIGTERM; finished runs are kept.
     """
-    compare_report.require()
+    from slipstream.envs.gym import find
+
+    require()
     options = remembered(options)
+    find(options.env)
     out = directory_of(options)
     jobs = plan(options, out)
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / "plan.json").exists())):
+    runs = [check(job, resolve) for job in jobs if job.seed == 0]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"out: cannot make {out}: {e.strerror}") from None
+    if not (out / "plan.json").exists() and any(not p.name.startswith(".") for p in out.iterdir()):
         raise ConfigError(f"out: {out} is not empty and holds no comparison")
-    out.mkdir(parents=True, exist_ok=True)
     with claim(out):
+        for job in jobs:
+            finished(job)
         write_file(out / "plan.json", json.dumps({"options": dataclasses.asdict(options)}, indent=1).encode())
-        say(f"comparison of {len(jobs)} runs in {out}")
-        records = [finished(job) for job in jobs]
-        runs = []
-        for n, (job, record) in enumerate(zip(jobs, records, strict=True)):
-            measured = collect(job.directory, record or run(job))
-            say(f"[{n + 1}/{len(jobs)}] {_told(measured)}{' (finished before)' if record else ''}")
-            runs.append(measured)
+        say(f"{len(runs)} ways x {options.seeds} seeds = {len(jobs)} runs in {out}\n({GRID})")
+        try:
+            measured = [_measure(job, f"[{n + 1}/{len(jobs)}]", say) for n, job in enumerate(jobs)]
+        except (KeyboardInterrupt, Interrupted) as e:
+            why = f"stopped by {e.args[0] if e.args else 'SIGINT'}" if isinstance(e, KeyboardInterrupt) else str(e)
+            raise Interrupted(f"{why}; `slipstream compare --out {out}` goes on with the comparison") from None
         result = Comparison(
-            env=options.env, target=target(options), command=command(options), directory=str(out),
-            cells=list(dict.fromkeys(job.cell.label for job in jobs)), runs=runs,
-            machines=_distinct([read_json(job.directory / "compare.json") for job in jobs]),
+            env=options.env, target=runs[0].target_return, command=command(options), directory=str(out), grid=GRID,
+            cells=[job.cell.label for job in jobs if job.seed == 0], runs=measured,
+            machines=_machines([read_json(job.directory / "compare.json") for job in jobs]),
         )  # fmt: skip
         compare_report.write(result, out)
     for line in compare_report.text(result):
@@ -569,18 +378,22 @@ def compare(options: Options, say: Callable[[str], None]) -> Comparison:
     return result
 
 
-def _distinct(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _measure(job: Job, mark: str, say: Callable[[str], None]) -> Measured:
+    before = finished(job)
+    m = collect(job.directory, before or carry_out(job))
+    if m.failure is not None:
+        how = f"FAILED: {m.failure.splitlines()[-1]}"
+    else:
+        how = f"{'reached the target' if m.reached else 'did not reach the target'}: {m.steps:,.0f} steps, "
+        how += f"{m.seconds:.1f} s, {m.figures['steps_per_second'] or 0:,.0f} steps/s"
+    say(f"{mark} seed {m.seed}  {m.cell}  {how}{' (finished before)' if before else ''}")
+    return m
+
+
+def _machines(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The machines and versions the runs were made with, each with the first and last date."""
     found: dict[str, dict[str, Any]] = {}
     for r in sorted(records, key=lambda r: r["date"]):
         entry = found.setdefault(json.dumps(r["machine"], sort_keys=True), {**r["machine"], "first": r["date"]})
         entry["last"] = r["date"]
     return list(found.values())
-
-
-def _told(m: Measured) -> str:
-    if m.failure is not None:
-        return f"seed {m.seed}  {m.cell}  FAILED: {m.failure.splitlines()[-1]}"
-    speed = m.figures["steps_per_second"]
-    how = "reached the target" if m.reached else "did not reach the target"
-    return f"seed {m.seed}  {m.cell}  {how}: {m.steps:,.0f} steps, {m.seconds:.1f} s, {speed or 0:,.0f} steps/s"

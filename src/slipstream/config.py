@@ -328,14 +328,22 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return values
 
 
-def preset(env: str) -> dict[str, Any]:
-    """Options known to work for an environment id, or none; also follows `module:Id`."""
+def preset(env: str, algorithm: str | None = None) -> dict[str, Any]:
+    """Options known to work for an environment id (also `module:Id`) and an algorithm, or none.
+
+    Under the name of another algorithm than its own, a preset says what is different for that. Where it says
+    nothing of an algorithm, its hyper-parameters are not for it and are left out.
+    """
     for file in sorted((HERE / "presets").glob("*.yaml")):
         families = yaml.safe_load(file.read_text())
         for ids, options in families.items():
             if env.split(":")[-1] in str(ids).split():
-                return dict(options)
-    return {}
+                others = {name: options.pop(name) for name in names("algos") if name in options}
+                if algorithm is None or algorithm == options.get("algorithm", Run.algorithm):
+                    return dict(options)
+                options.pop("algo", None)
+                return {**options, **others.get(algorithm, {}), "algorithm": algorithm}
+    return {} if algorithm is None else {"algorithm": algorithm}
 
 
 def differences(old: Run, new: Run) -> list[str]:

@@ -69,6 +69,7 @@ def examine() -> list[dict[str, Any]]:
         ("classic", "pygame", "rendering of classic control"),
         ("bench", "stable_baselines3", "comparisons with Stable-Baselines3"),
         ("plot", "matplotlib", "pictures of learning curves"),
+        ("compare", "scipy", "comparisons of algorithms and update rules (slipstream compare)"),
     ):
         here = installed(package)
         text = f"{what}" if here else f"would add {what}: pip install 'slipstream-rl[{extra}]'"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,6 @@ from slipstream.counters import Counter, Phase
 from slipstream.optimize import Stepper
 from slipstream.store import Slot, Store, Word, count
 from slipstream.transport import Message, Rings, ServerEnd
-
-NAP = 50e-6  # seconds between looks at rings with nothing in them
 
 
 class Server:
@@ -149,7 +147,7 @@ def serve(run: Run, index: int, incarnation: int, store_path: str, directory: Pa
             if control[Word.PAUSE] > row[Counter.PAUSED] and not server.queue and _all_paused(store):
                 row[Counter.PAUSED] = control[Word.PAUSE]
             begun = perf_counter()
-            sleep(NAP)
+            server.transport.wait()
             row[Counter.T_IDLE] += perf_counter() - begun
         row[Counter.PHASE] = Phase.LEFT
     finally:

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from time import perf_counter, sleep
@@ -32,6 +33,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.bell import Bell
 from slipstream.counters import RING, ROW, STALENESS_BINS, Counter, Phase
 from slipstream.errors import ConfigError
 from slipstream.record import PACKED, Kind, Recorder
@@ -163,7 +165,7 @@ class Slot:
         offset += _up(8 * layout.moments)
         # rule `server`: number of the last message of each worker that is in these weights
         self.applied = np.frombuffer(memory, np.int64, layout.actors if layout.uplink[0] else 0, offset)
-        self.numbers, self.body = _view(self.header), _view(self.weights)
+        self.numbers, self.body = view(self.header), view(self.weights)
 
     @property
     def version(self) -> int:
@@ -183,7 +185,7 @@ class Snapshot:
         self.weights = weights
         self.moments = np.zeros(moments)
         self.header = np.zeros(8, np.int64)
-        self.numbers, self.body = _view(self.header), _view(self.weights)
+        self.numbers, self.body = view(self.header), view(self.weights)
 
     @property
     def tick(self) -> int:
@@ -201,7 +203,8 @@ class Snapshot:
         return int(self.numbers[Header.STEPS])
 
 
-def _view(array: Any) -> Any:
+def view(array: Any) -> Any:
+    """An array whose scalars cost less than NumPy's."""
     return memoryview(array)
 
 
@@ -424,12 +427,17 @@ class Store:
         self.offers = np.frombuffer(memory, offer, layout.workers if layout.offers else 0, at["offers"])
         self.slots = [Slot(memory, at["slots"] + i * layout.slot_bytes, layout) for i in range(layout.slots)]
         # scalars of memoryviews, unlike NumPy's, cost next to nothing
-        self.row = _view(self.rows[worker] if worker is not None else np.zeros(ROW))
-        self._words = _view(self.control)
+        self.row = view(self.rows[worker] if worker is not None else np.zeros(ROW))
+        self._words = view(self.control)
         plain = ORDERED and not layout.moments and not layout.checksums  # then a read is two copies
         self._reading = self.row, self._words, self.slots, layout.slots, plain
         self.lock = Lock(path)
         self._fence = threading.Lock()
+
+    @cached_property
+    def bell(self) -> Bell:
+        """What wakes this seat, and by which it wakes others."""
+        return Bell(self.lock.fd, self.worker if self.worker is not None else -1)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -563,6 +571,8 @@ class Store:
 
     def close(self) -> None:
         """Close this handle's lock; the mapping goes with the last view of it."""
+        if "bell" in vars(self):
+            self.bell.close()
         self.lock.close()
 
 

@@ -35,7 +35,7 @@ def train(
         run: directory of the run; default `runs/<env>-<algorithm>-<time>`.
         torso: a callable from observation shape to an nn.Module with `out_features`.
         show: `auto` (live on a terminal, else lines), `plain` or `none`.
-        options: a whole configuration; without it the environment's preset is the base.
+        options: a whole configuration; without it the preset of the environment and algorithm is the base.
         launcher: a launcher that is already importing (the command line starts one early).
         **settings: fields of `config.Run` laid over the base; nested ones as dictionaries or dotted names,
             as in `algo={"learning_rate": 1e-3}`.
@@ -49,7 +49,8 @@ def train(
     name = env if isinstance(env, str) else getattr(env, "__name__", "callable") if env is not None else None
     base = options
     if base is None:
-        base = config.from_dict({"env": name or "CartPole-v1", **(config.preset(name) if name else {})})
+        preset = config.preset(name, settings.get("algorithm")) if name else {}
+        base = config.from_dict({"env": name or "CartPole-v1", **preset})
     elif name is not None:
         base = dataclasses.replace(base, env=name)
     ready = config.check(config.from_dict(config.nested(settings), base))

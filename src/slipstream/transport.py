@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.errors import ConfigError
-from slipstream.store import LINE, Contribution, Store
+from slipstream.store import LINE, Contribution, Store, view
 
 NUMBERS = 16  # int64 of a message's head: see `send`
 
@@ -35,6 +35,9 @@ class WorkerEnd(Protocol):
     def send(self, contribution: Contribution) -> int:
         """Hand over a gradient; returns the bytes sent for it. The caller waits while `full`."""
 
+    def wait(self) -> None:
+        """Return when the server has acknowledged something, and after a few milliseconds anyway."""
+
 
 class ServerEnd(Protocol):
     """What the server needs of a transport."""
@@ -47,6 +50,9 @@ class ServerEnd(Protocol):
 
     def acknowledge(self, worker: int, number: int) -> None:
         """Messages of a worker up to this number are in the published weights, or have been dropped."""
+
+    def wait(self) -> None:
+        """Return when something has arrived, and after a few milliseconds anyway."""
 
 
 class Message(NamedTuple):
@@ -74,13 +80,14 @@ class Ring:
     """Messages of one worker in shared memory; either end may be opened again at any time."""
 
     def __init__(self, store: Store, worker: int) -> None:
-        self.store, layout = store, store.layout
+        self.store, self.worker, layout = store, worker, store.layout
+        self.bell = store.bell
         self.depth, capacity, read = layout.uplink
         base = store.uplinks + worker * (2 * LINE + self.depth * layout.entry_bytes)
         memory = store.memory
         # number of the last message written (by the worker), and of the last acknowledged (by the server)
-        self.head: Any = memoryview(np.frombuffer(memory, np.int64, 1, base))
-        self.tail: Any = memoryview(np.frombuffer(memory, np.int64, 1, base + LINE))
+        self.head = view(np.frombuffer(memory, np.int64, 1, base))
+        self.tail = view(np.frombuffer(memory, np.int64, 1, base + LINE))
         self.numbers: list[Any] = []
         self.prints: list[Any] = []
         self.moments: list[NDArray[np.float64]] = []
@@ -88,8 +95,8 @@ class Ring:
         self.reads: list[NDArray[np.float32]] = []
         for i in range(self.depth):
             at = base + 2 * LINE + i * layout.entry_bytes
-            self.numbers.append(memoryview(np.frombuffer(memory, np.int64, NUMBERS - 2, at)))
-            self.prints.append(memoryview(np.frombuffer(memory, np.float64, 2, at + 8 * (NUMBERS - 2))))
+            self.numbers.append(view(np.frombuffer(memory, np.int64, NUMBERS - 2, at)))
+            self.prints.append(view(np.frombuffer(memory, np.float64, 2, at + 8 * (NUMBERS - 2))))
             self.moments.append(np.frombuffer(memory, np.float64, layout.moments, at + 8 * NUMBERS))
             at += -(-(8 * NUMBERS + 8 * layout.moments) // LINE) * LINE
             self.payloads.append(np.frombuffer(memory, np.uint8, capacity, at))
@@ -126,7 +133,12 @@ class Ring:
         self.moments[i][:] = c.moments
         self.store.fence()
         self.head[0] = number
+        self.bell.ring(self.store.layout.actors)
         return sent
+
+    def wait(self) -> None:
+        """Return when the server has acknowledged something, and after a few milliseconds anyway."""
+        self.bell.wait()
 
     # -- the server's end --------------------------------------------------------------------------
 
@@ -154,12 +166,14 @@ class Ring:
         """Free the messages up to this number."""
         self.store.fence()
         self.tail[0] = max(int(self.tail[0]), number)
+        self.bell.ring(self.worker)
 
 
 class Rings:
     """The server's end of every worker's ring."""
 
     def __init__(self, store: Store) -> None:
+        self.bell = store.bell
         self.rings = [Ring(store, w) for w in range(store.layout.actors)]
 
     def arrived(self, worker: int, after: int) -> bool:
@@ -173,3 +187,7 @@ class Rings:
     def acknowledge(self, worker: int, number: int) -> None:
         """Messages of a worker up to this number are in the published weights, or have been dropped."""
         self.rings[worker].acknowledge(number)
+
+    def wait(self) -> None:
+        """Return when something has arrived, and after a few milliseconds anyway."""
+        self.bell.wait()

@@ -97,9 +97,9 @@ def until(done: Callable[[], bool], what: str, seconds: float = PATIENCE) -> Non
 
 
 def meet(store: Store) -> None:
-    """Begin together: wait until every row of the store has somebody."""
+    """Begin together: wait until every worker is there."""
     store.row[Counter.BEAT] = 1
-    until(lambda: bool((store.rows[:, Counter.BEAT] > 0).all()), "not everybody came")
+    until(lambda: bool((store.rows[: store.layout.actors, Counter.BEAT] > 0).all()), "not everybody came")
 
 
 @contextmanager
@@ -356,13 +356,13 @@ def leave_segment(place):
 # torch is imported by those that need it: the others start in a tenth of the time
 
 
-def rule_for(name: str, store: Store, rate: float, kind: str = "sgd", moment_sizes: tuple[int, ...] = ()):
-    """An update rule over a handle, with a constant learning rate."""
-    from slipstream.config import module
+def rule_for(name: str, store: Store, rate, kind: str = "sgd", moment_sizes: tuple[int, ...] = (), **options):
+    """An update rule over a handle, with a constant learning rate or a function of steps."""
+    from slipstream.config import Rule, module
     from slipstream.optimize import Stepper
 
-    stepper = Stepper(store, kind, 1e-5, 0.99, moment_sizes)
-    return module("rules", name).Rule(store, stepper, lambda _: rate)
+    stepper = Stepper(store, kind, 1e-5, 0.99, moment_sizes, Rule(**options))
+    return module("rules", name).Rule(store, stepper, rate if callable(rate) else lambda _: rate)
 
 
 def rule_store(name: str, size: int, workers: int, kind: str = "sgd", moments: int = 0, **more) -> Segment:
@@ -371,7 +371,47 @@ def rule_store(name: str, size: int, workers: int, kind: str = "sgd", moments: i
     from slipstream.optimize import state_layout
 
     in_place = not module("rules", name).Rule.consistent
+    if name == "server":  # a seat more, and rings
+        workers, more = workers + 1, {"uplink": (4, 4 * size, 0), **more}
     return make(size, workers, moments, state=state_layout(kind, size), offers=True, in_place=in_place, **more)
+
+
+class Host:
+    """What some rules need besides workers: a server. Here a thread; nothing for the other rules."""
+
+    def __init__(self, name: str, path: str, rate, kind: str = "sgd", moment_sizes: tuple[int, ...] = (), **options):
+        self.thread, self.error = None, None
+        if name == "server":
+            from slipstream.config import Rule
+            from slipstream.optimize import Stepper
+            from slipstream.serve import Server
+            from slipstream.transport import Rings
+
+            self.store = Store(path, Store(path).layout.actors)
+            stepper = Stepper(self.store, kind, 1e-5, 0.99, moment_sizes, Rule(**options))
+            self.server = Server(
+                self.store, stepper, rate if callable(rate) else lambda _: rate, None, Rings(self.store)
+            )
+            self.stopping = False
+            self.thread = threading.Thread(target=self._run, daemon=True)
+            self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self.stopping:
+                if not self.server.look():
+                    self.server.transport.wait()
+        except BaseException as e:
+            self.error = e
+
+    def close(self) -> None:
+        """Stop it; raises what went wrong in it."""
+        if self.thread is not None:
+            self.stopping = True
+            self.thread.join(10)
+            self.store.close()
+            if self.error is not None:
+                raise self.error
 
 
 @body

@@ -35,7 +35,11 @@ def gradient(name, hyper, head="categorical", core="none", masks=False, seed=0, 
     rollout = helpers.random_rollout(policy, 8, 3, seed, masks)
     change(rollout)
     flat[:] = 0
-    loss, terms = config.module("algos", name).loss(hyper, policy, rollout, 100, HORIZON)
+    module = config.module("algos", name)
+    batch = rollout
+    if hasattr(module, "prepare"):  # then the loss is of a part of the rollout
+        batch = module.minibatch(module.prepare(hyper, policy, rollout, np.random.default_rng(seed)), 0)
+    loss, terms = module.loss(hyper, policy, batch, 100, HORIZON)
     loss.backward()
     return loss, terms, flat
 

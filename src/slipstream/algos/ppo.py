@@ -186,9 +186,7 @@ def loss(
     mean_entropy = (entropy * weight).sum()
     beta = scheduled(hyper.entropy, hyper.entropy_schedule, steps, end)
     total = policy_loss - beta * mean_entropy + hyper.value_coefficient * value_loss
-    with torch.no_grad():
-        kl = ((ratio - 1 - change) * weight).sum().item()
-        outside = (((ratio - 1).abs() > reach).float() * weight).sum().item()
+    moved = ratio.detach() - 1
     return total, {
         "loss": total.item(),
         "policy_loss": policy_loss.item(),
@@ -197,8 +195,8 @@ def loss(
         "explained_variance": explained_variance(
             cut["value"].numpy(), cut["target"].numpy(), cut["valid"].numpy()
         ),
-        "approx_kl": kl,
-        "clip_fraction": outside,
+        "approx_kl": ((moved - change.detach()) * weight).sum().item(),
+        "clip_fraction": ((moved.abs() > reach).float() * weight).sum().item(),
     }  # fmt: skip
 
 

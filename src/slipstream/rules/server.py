@@ -8,7 +8,7 @@ arXiv 1803.01113). With `max_staleness=s` it waits besides while it is more than
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter, sleep
+from time import perf_counter
 
 import numpy as np
 
@@ -16,8 +16,6 @@ from slipstream.counters import Counter, Phase
 from slipstream.optimize import Stepper
 from slipstream.store import Contribution, Snapshot, Store, Word
 from slipstream.transport import Ring, attach
-
-NAP = 50e-6  # seconds between looks
 
 
 class Rule:
@@ -55,6 +53,9 @@ class Rule:
         row[Counter.CLOCK] += 1
         bound = self.options.max_staleness
         if bound is not None:
+            for other in range(self.store.layout.actors):
+                if other != contribution.worker:
+                    self.store.bell.ring(other)  # it may have waited for this worker's clock
             self._wait(lambda: row[Counter.CLOCK] - self._slowest() > bound)
         waited += perf_counter() - begun
         row[Counter.T_WAIT] += waited
@@ -64,7 +65,7 @@ class Rule:
         row, control = self.store.row, self.store.control
         while condition() and not control[Word.STOP]:
             row[Counter.BEAT] += 1
-            sleep(NAP)
+            self.uplink.wait()
 
     def _slowest(self) -> float:
         rows = self.store.rows[: self.store.layout.actors]

@@ -7,15 +7,13 @@ joins takes part from the round it has pulled.
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter, sleep
+from time import perf_counter
 
 import numpy as np
 
 from slipstream.counters import Counter, Phase
 from slipstream.optimize import Stepper
 from slipstream.store import Contribution, Snapshot, Store, Word, count
-
-NAP = 50e-6  # seconds between looks at the barrier
 
 
 class Rule:
@@ -24,7 +22,7 @@ class Rule:
     consistent = True
 
     def __init__(self, store: Store, stepper: Stepper, learning_rate: Callable[[int], float]) -> None:
-        self.store, self.stepper, self.learning_rate = store, stepper, learning_rate
+        self.store, self.stepper, self.learning_rate, self.bell = store, stepper, learning_rate, store.bell
         store.lock.acquire()  # a round is either over before this worker joins, or waits for it
         store.row[Counter.OFFERED] = 0
         store.row[Counter.ACTIVE] = 1
@@ -56,7 +54,7 @@ class Rule:
                 self._apply(c.tick)
             else:
                 row[Counter.BEAT] += 1
-                sleep(NAP)
+                self.bell.wait()
         waited = perf_counter() - begun - (row[Counter.T_APPLY] - applying)
         row[Counter.T_WAIT] += waited
         row[Counter.T_BLOCKED] += waited
@@ -88,6 +86,9 @@ class Rule:
         finally:
             store.control[Word.HOLDER] = 0
             store.lock.release()
+        for c in offered:
+            if c.worker != store.worker:
+                self.bell.ring(c.worker)
 
     def _offered(self, worker: int) -> Contribution:
         finite, samples, tick, version, index, incarnation, rollout, weight = (
