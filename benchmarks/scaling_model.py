@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ import numpy as np
 import simpy
 
 LIMIT = 1024
+GRACE = 1e-7  # seconds a core waits for the process that had it
 Steps = Generator[simpy.Event, Any, None]
 
 
@@ -65,6 +67,7 @@ class Machine:
 
     cores: int
     load: float = 0.0  # cores that the supervising process and others got
+    slice: float = 3e-3  # seconds a process keeps a core that others want
     stretch: float = 1.0  # how much longer everything takes with all cores busy
     bandwidth: float = math.inf  # bytes/s each way of the server
     latency: float = 0.0  # seconds
@@ -83,45 +86,102 @@ class Outcome:
     applied: int  # gradients in the updates of that time
 
 
+@dataclass(eq=False)
+class Job:
+    """Work for one core, or what is left of it."""
+
+    left: float
+    done: simpy.Event
+    since: float = 0.0  # when its time slice began
+    finish: float = -1.0  # virtual time; below 0: it does not run
+
+
 class Cpu:
-    """Cores shared equally by whoever computes: the limit of short time slices. Who waits computes nothing."""
+    """Cores in time slices: who finds none free waits until one falls free or the oldest slice is over.
+
+    All that run do so at one speed, so they finish by a virtual clock. Who waits for something else computes nothing.
+    """
 
     def __init__(self, env: simpy.Environment, machine: Machine) -> None:
         self.env, self.machine = env, machine
-        self.jobs: list[tuple[float, int, simpy.Event]] = []  # by the virtual time at which they are done
-        self.virtual = self.last = 0.0
+        self.heap: list[tuple[float, int, Job]] = []  # running jobs by `finish`; with some that run no more
+        self.turns: deque[tuple[float, Job]] = deque()  # the same by `since`
+        self.queue: deque[Job] = deque()
+        self.kept: deque[float] = deque()  # beginnings of the slices of cores that have just fallen free
+        self.running, self.virtual, self.last = 0, 0.0, 0.0
         self.rate, self.plan, self.number = 1.0, -1, itertools.count()
 
     def work(self, seconds: float) -> simpy.Event:
         """Happens once the caller has had `seconds` of a core."""
         self._advance()
-        done = self.env.event()
-        heapq.heappush(self.jobs, (self.virtual + seconds, next(self.number), done))
+        job = Job(seconds, self.env.event())
+        if self.kept:
+            self._start(job, self.kept.popleft())
+        elif self.running < self.machine.cores:
+            self._start(job, self.env.now)
+        else:
+            self.queue.append(job)
         self._schedule()
-        return done
+        return job.done
+
+    def _start(self, job: Job, since: float) -> None:
+        job.since, job.finish = since, self.virtual + job.left
+        self.running += 1
+        heapq.heappush(self.heap, (job.finish, next(self.number), job))
+        self.turns.append((since, job))
+
+    def _stop(self, job: Job) -> None:
+        job.left, job.finish = max(0.0, job.finish - self.virtual), -1.0
+        self.running -= 1
 
     def _advance(self) -> None:
         self.virtual += (self.env.now - self.last) * self.rate
         self.last = self.env.now
 
     def _schedule(self) -> None:
-        """Plan to end the job that is done first, at the speed all have until then."""
-        m, n = self.machine, len(self.jobs)
-        share = max(0.1, m.cores - m.load) / n
-        crowd = max(0.0, min(m.cores, n + m.load) - 1) / max(1, m.cores - 1)
-        self.rate = min(1.0, share) / (1 + (m.stretch - 1) * crowd)
+        """Plan the next end of a job or slice, at the speed all have until then."""
+        while self.heap and self.heap[0][2].finish != self.heap[0][0]:
+            heapq.heappop(self.heap)
+        while self.turns and (self.turns[0][1].finish < 0 or self.turns[0][1].since != self.turns[0][0]):
+            self.turns.popleft()
         self.plan = next(self.number)
-        due = self.env.timeout(max(0.0, (self.jobs[0][0] - self.virtual) / self.rate))
-        due.callbacks.append(partial(self._due, self.plan))
+        if not self.heap:
+            return
+        m, n = self.machine, self.running
+        crowd = max(0.0, min(m.cores, n + m.load) - 1) / max(1, m.cores - 1)
+        self.rate = min(1.0, max(0.1, m.cores - m.load) / n) / (1 + (m.stretch - 1) * crowd)
+        wait = (self.heap[0][0] - self.virtual) / self.rate
+        if self.queue:
+            wait = min(wait, self.turns[0][0] + m.slice - self.env.now)
+        self.env.timeout(max(0.0, wait)).callbacks.append(partial(self._due, self.plan))
 
-    def _due(self, plan: int, _: simpy.Event) -> None:
+    def _due(self, plan: int, due: simpy.Event) -> None:
         if plan != self.plan:
             return  # somebody came meanwhile
         self._advance()
-        while self.jobs and self.jobs[0][0] <= self.virtual + 1e-12:
-            heapq.heappop(self.jobs)[2].succeed()
-        if self.jobs:
-            self._schedule()
+        while self.heap and self.heap[0][0] <= self.virtual + 1e-12:
+            finish, _, job = heapq.heappop(self.heap)
+            if job.finish == finish:
+                self._stop(job)
+                job.done.succeed()
+                self.kept.append(job.since)
+                self.env.timeout(GRACE).callbacks.append(self._give)
+        if self.queue and self.turns and self.turns[0][0] + self.machine.slice <= self.env.now + 1e-12:
+            since, oldest = self.turns.popleft()
+            if oldest.finish >= 0 and oldest.since == since:
+                self._stop(oldest)
+                self.queue.append(oldest)
+                self._start(self.queue.popleft(), self.env.now)
+        self._schedule()
+
+    def _give(self, due: simpy.Event) -> None:
+        """Who had the core and goes on at once has done so: now others get it."""
+        self._advance()
+        if self.kept:
+            self.kept.popleft()
+        while self.queue and self.running + len(self.kept) < self.machine.cores:
+            self._start(self.queue.popleft(), self.env.now)
+        self._schedule()
 
 
 class World:
@@ -138,7 +198,8 @@ class World:
         self.since = self.waited = self.held = self.looked = 0.0
         self.waiting = 0  # workers that wait now
         self.updates = self.applied = self.stale = self.gradients = 0
-        self.lock = simpy.Resource(self.env)
+        self.locked = False
+        self.blocked: deque[simpy.Event] = deque()
         self.round, self.met = self.env.event(), 0
         self.mail: list[tuple[int, simpy.Event]] = []  # (version it came from, what tells the worker)
         self.bell = self.env.event()
@@ -189,18 +250,26 @@ class World:
         self.version += 1
 
     def with_lock(self, version: int) -> Steps:
-        """Apply under the lock."""
-        begun = self.env.now
-        with self.lock.request() as mine:
-            self.wait(+1)
-            yield mine
-            if self.env.now > begun:
-                yield self.env.timeout(self.costs.wake)
-            self.wait(-1)
-            got = self.env.now
-            yield self.cpu.work(self.costs.apply)
-            self.held += self.env.now - got
-            self.apply([version])
+        """Apply under the lock; it goes to who comes first when it is free, which may be one that did not wait."""
+        self.wait(+1)
+        while self.locked:
+            free = self.env.event()
+            self.blocked.append(free)
+            yield free
+            yield from self.awake()
+        self.wait(-1)
+        got, self.locked = self.env.now, True
+        yield self.cpu.work(self.costs.apply)
+        self.held += self.env.now - max(got, self.since)
+        self.apply([version])
+        self.locked = False
+        if self.blocked:
+            self.blocked.popleft().succeed()
+
+    def awake(self) -> Steps:
+        """Who has been woken has to be given a core before it knows."""
+        yield self.env.timeout(self.costs.wake)
+        yield self.cpu.work(0.0)
 
     def with_hogwild(self, version: int) -> Steps:
         """Apply at once."""
@@ -214,11 +283,11 @@ class World:
         if self.met < self.workers:
             self.wait(+1)
             yield self.round
-            yield self.env.timeout(c.wake)
+            yield from self.awake()
             self.wait(-1)
             return
         yield self.cpu.work(c.apply + others * c.contribution)
-        self.held += self.env.now - begun
+        self.held += self.env.now - max(begun, self.since)
         self.met = 0
         self.apply([version] * self.workers)
         over, self.round = self.round, self.env.event()
@@ -234,7 +303,7 @@ class World:
             self.bell.succeed()
         self.wait(+1)
         yield applied
-        yield self.env.timeout(self.costs.wake)
+        yield from self.awake()
         self.wait(-1)
 
     def server(self) -> Steps:
@@ -249,7 +318,7 @@ class World:
             yield self.cpu.work(c.look * self.workers)
             taken, self.mail = self.mail[: self.quorum], self.mail[self.quorum :]
             yield self.cpu.work(c.apply + (len(taken) - 1) * c.contribution)
-            self.held += self.env.now - begun
+            self.held += self.env.now - max(begun, self.since)
             self.apply([version for version, _ in taken])
             for _, applied in taken:
                 applied.succeed()

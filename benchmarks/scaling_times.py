@@ -7,6 +7,7 @@ taken for work: a run's wall times are scaled by the share of a core its worker 
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import multiprocessing
 import os
 import statistics
@@ -103,12 +104,17 @@ def median_of(runs: list[Measured]) -> Measured:
     return Measured(middle([r.trial for r in runs]), parent, others)
 
 
-def fit(one: Measured, update: str, parts: dict[str, float]) -> dict[str, float]:
-    """Costs of simulate_scaling.py from a run of one worker, and the parts it cannot tell."""
+def fit(one: Measured, update: str, parts: dict[str, float], stretch: float) -> dict[str, float]:
+    """Costs of simulate_scaling.py from a run of one worker, and the parts it cannot tell.
+
+    They are those of a worker that has the machine to itself: what others slowed it down by `stretch` is taken out.
+    """
     t, s = one.trial, one.trial.shares
     wait = s["wait_share"] if update == "server" else 0.0  # else it is the price of a free lock
     worked = 1 - wait + s.get("server_busy_share", 0.0)
     got = min(1.0, max(0.3, (s["cores_busy"] - one.parent) / worked))  # of a core
+    others = min(usable_cores() - 1, one.parent + one.others) / max(1, usable_cores() - 1)
+    got /= 1 + (stretch - 1) * max(0.0, others)
     each = got / t.updates_per_second  # a share of the time as seconds an update
     known = {k: s[f"{k}_share"] for k in ("collect", "gradient", "pull", "apply")}
     costs = {k: v * each for k, v in known.items()}
@@ -227,19 +233,53 @@ def of_size(run: Run, parameters: int) -> Run:
 
 
 def _handover(path: str, seconds: float, barrier: Any) -> tuple[int, float]:
-    """Take and give back a lock that others want too: (times, seconds)."""
+    """Take a lock in turn with others, who wait for it while it is held: (times, seconds)."""
     lock, taken = Lock(path), 0
-    barrier.wait()
-    begun = time.perf_counter()
-    while time.perf_counter() - begun < seconds:
-        lock.acquire()
-        got = time.perf_counter()
-        while time.perf_counter() - got < HOLD:
-            pass
-        lock.release()
-        taken += 1
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 8) as memory:
+        seen = memoryview(memory).cast("q")
+        barrier.wait()
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < seconds:
+            lock.acquire()
+            got = time.perf_counter()
+            seen[0] += 1
+            mine, taken = seen[0], taken + 1
+            while time.perf_counter() - got < HOLD:
+                pass
+            lock.release()
+            while seen[0] == mine and time.perf_counter() - begun < seconds:
+                pass  # it is another's turn
+        seen.release()
     lock.close()
     return taken, time.perf_counter() - begun
+
+
+def _spin(seconds: float, barrier: Any, out: Any) -> None:
+    """How long this process runs between two interruptions by others that want the core."""
+    found: list[float] = []
+    barrier.wait()
+    begun = last = time.perf_counter()
+    end = begun + seconds
+    while last < end:
+        now = time.perf_counter()
+        if now - last > 0.4e-3:
+            found.append(last - begun)
+            begun = now
+        last = now
+    out.put([x for x in found if x > 0.4e-3])
+
+
+def time_slice() -> float:
+    """Median time slice of processes of which there are twice as many as cores."""
+    n, spawn = 2 * usable_cores(), multiprocessing.get_context("spawn")
+    barrier, out = spawn.Barrier(n), spawn.Queue()
+    children = [spawn.Process(target=_spin, args=(1.0, barrier, out), daemon=True) for _ in range(n)]
+    for c in children:
+        c.start()
+    found = [x for _ in children for x in out.get(timeout=60)]
+    for c in children:
+        c.join()
+    return min(0.02, statistics.median(found)) if found else 3e-3  # nobody interrupts anybody here
 
 
 def _child(index: int, run: Run, parameters: int, seconds: float, barrier: Any, lock: str, out: Any) -> None:
@@ -271,13 +311,15 @@ def _child(index: int, run: Run, parameters: int, seconds: float, barrier: Any, 
 
 
 def parts(run: Run, parameters: int, seconds: float) -> dict[str, Any]:
-    """Everything that is measured without a run: `stretch`, `handover`, `spread`, and the parts of each scheme."""
+    """What is measured without a run: `stretch`, `slice`, `handover`, `spread`, and the parts of each scheme."""
     cores = usable_cores()
     processes = max(2, cores)
     os.environ.update(SINGLE_THREADED)
     spawn = multiprocessing.get_context("spawn")
     barrier, out = spawn.Barrier(processes), spawn.Queue()
     with tempfile.NamedTemporaryFile() as lock:
+        lock.write(bytes(8))
+        lock.flush()
         shared = run, parameters, seconds, barrier, lock.name, out
         children = [spawn.Process(target=_child, args=(i, *shared), daemon=True) for i in range(processes)]
         for c in children:
@@ -286,6 +328,7 @@ def parts(run: Run, parameters: int, seconds: float) -> dict[str, Any]:
         for c in children:
             c.join()
     found: dict[str, Any] = told[0][4]
+    found["slice"] = time_slice()
     found["stretch"] = max(1.0, told[0][1]) if cores > 1 else 1.0
     found["handover"] = max(0.0, statistics.mean(t[3] for t in told) / sum(t[2] for t in told) - HOLD)
     return found

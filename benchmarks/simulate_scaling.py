@@ -63,12 +63,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for scheme in SCHEMES:
         one = next(m for (s, n), m in middle.items() if n == 1 and scheme_key(s) == scheme_key(scheme))
         key = f"{'lock' if scheme.update == 'hogwild' else scheme.update} {scheme.compress}"
-        costs[scheme.name] = st.fit(one, scheme.update, parts[key] | {"handover": parts["handover"]})
+        costs[scheme.name] = st.fit(one, scheme.update, parts[key] | {"handover": parts["handover"]}, parts["stretch"])
     costs["sync"]["wake"] = costs["server"]["wake"]  # who waits is woken in the same way
     big = {scheme.name: big_of(scheme, costs[scheme.name], parts) for scheme in SCHEMES}
     keep = "steps_per_second", "wait_share", "staleness"
     return {
-        "env": options.env, "cores": usable_cores(), "stretch": parts["stretch"], "spread": parts["spread"],
+        "env": options.env, "cores": usable_cores(), **{k: parts[k] for k in ("stretch", "slice", "spread")},
         "parent": float(np.median([m.parent for m in middle.values()])),
         "others": float(np.median([m.others for m in middle.values()])),
         "costs": costs, "big": big, "parameters": options.parameters, "seconds": options.seconds,
@@ -106,7 +106,7 @@ def validate(times: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
     rows = []
     for m in times["measured"]:
         scheme = next(s for s in SCHEMES if s.name == m["scheme"])
-        here = Machine(times["cores"], times["parent"] + m["others"], times["stretch"])
+        here = Machine(times["cores"], times["parent"] + m["others"], times["slice"], times["stretch"])
         o = simulate(costs_of(times, "costs", scheme), scheme, m["workers"], here)
         error = o.steps_per_second / m["steps_per_second"] - 1
         rows.append({**m, "model": asdict(o), "error": error})
@@ -134,7 +134,9 @@ def predict(
     times: dict[str, Any], which: str, options: argparse.Namespace, cores: int
 ) -> tuple[list[str], list[dict[str, Any]]]:
     """All schemes for all numbers of workers on a machine with so many cores: a table, and its rows."""
-    machine = Machine(cores, times["parent"], times["stretch"], options.bandwidth * 1e9 / 8, options.latency * 1e-6)
+    machine = Machine(
+        cores, times["parent"], times["slice"], times["stretch"], options.bandwidth * 1e9 / 8, options.latency * 1e-6
+    )
     counts = [n for n in options.workers if n <= 8 * cores]
     rows = []
     lines = ["| rule | " + " | ".join(f"{n:,}" for n in counts) + " |", "| --- |" + " ---: |" * len(counts)]
@@ -152,9 +154,9 @@ def statement(times: dict[str, Any], which: str, options: argparse.Namespace) ->
     lines, found = [], {}
     for scheme in SCHEMES:
         c = costs_of(times, which, scheme)
-        at = stops_at(c, scheme, lambda n: Machine(n + 2, times["parent"], times["stretch"], *link))
+        at = stops_at(c, scheme, lambda n: Machine(n + 2, times["parent"], times["slice"], times["stretch"], *link))
         n = min(at or LIMIT, LIMIT)
-        o = simulate(c, scheme, n, Machine(n + 2, times["parent"], times["stretch"], *link))
+        o = simulate(c, scheme, n, Machine(n + 2, times["parent"], times["slice"], times["stretch"], *link))
         where = f"from {at} workers on" if at else f"not up to {LIMIT:,} workers"
         held = {"lock": "lock held", "server": "server busy", "sync": "one worker applying"}.get(scheme.update, "")
         why = f"; {held} {o.busy:.0%} of the time" if held else ""
@@ -168,7 +170,7 @@ def report(times: dict[str, Any], options: argparse.Namespace) -> tuple[list[str
     cores, spent = times["cores"], {k: f"{1e3 * v:.2f}" for k, v in times["costs"]["lock"].items() if v < 1}
     page = [f"# Scaling on {times['env']}: a model, and how well it holds", ""]
     page += [f"{cores} cores; all busy, everything takes {times['stretch']:.2f} times as long. The supervising process "
-             f"keeps {times['parent']:.2f} cores busy.",
+             f"keeps {times['parent']:.2f} cores busy. A time slice is {1e3 * times['slice']:.1f} ms.",
              f"Rule lock, one worker, ms: collect {spent['collect']}, gradient {spent['gradient']}, apply "
              f"{spent['apply']}, pull {spent['pull']}, other {spent['other']}."]  # fmt: skip
     values: dict[str, Any] = {"times": times, "predicted": {}, "stops_at": {}}
@@ -196,7 +198,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--env", default="CartPole-v1", help="environment, with its preset")
-    add("--seconds", type=float, default=2.0, help="of each real run")
+    add("--seconds", type=float, default=1.5, help="of each real run")
     add("--repeats", type=int, default=3, help="of each real run; medians are used")
     add("--validate", type=int, nargs="*", default=[2, 4, 8], help="workers of the real runs (none: no validation)")
     add("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16, 64, 256, 1024], help="workers predicted")

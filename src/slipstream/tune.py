@@ -232,7 +232,8 @@ def tune(
         Interrupted: Ctrl-C or SIGTERM; nothing is left.
     """
     workers, copies = sorted(set(workers)), sorted(set(copies))
-    for name, value in (("workers", min(workers)), ("copies", min(copies)), ("repeats", repeats)):
+    least = {"workers": min(workers, default=0), "copies": min(copies, default=0), "repeats": repeats}
+    for name, value in least.items():
         if value < 1:
             raise ConfigError(f"{name}: {value} is too small, the least is 1")
     if not seconds > 0:

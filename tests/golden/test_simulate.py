@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +69,7 @@ def test_lock_saturates_at_one_update_each_apply(workers: int) -> None:
     assert o.busy == pytest.approx(1, abs=1e-3)
     assert o.wait_share == pytest.approx(1 - 5 * MS / (workers * 0.5 * MS), abs=0.01)
     passed = run("lock", workers, costs=replace(COSTS, wake=0.25 * MS))
-    assert passed.updates_per_second == pytest.approx(1 / (0.75 * MS), rel=1e-3)
+    assert 0.99 / (0.75 * MS) <= passed.updates_per_second < 1 / (0.5 * MS)  # some come when it has just fallen free
 
 
 def test_below_saturation_a_lock_costs_little() -> None:
@@ -109,7 +110,7 @@ def test_sync_pays_for_every_gradient_of_the_mean() -> None:
 def test_hogwild_is_linear_up_to_the_cores(cores: int) -> None:
     for workers in (1, cores // 2 or 1, cores, 2 * cores, 5 * cores):
         o = run("hogwild", workers, cores)
-        assert o.steps_per_second == pytest.approx(min(workers, cores) * ALONE, rel=0.02), workers
+        assert o.steps_per_second == pytest.approx(min(workers, cores) * ALONE, rel=0.03), workers
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -174,8 +175,8 @@ def test_the_report_from_kept_times(monkeypatch: pytest.MonkeyPatch) -> None:
     each = {s.name: one for s in model.SCHEMES}
     measured = {"scheme": "lock", "wait_share": 0.0, "staleness": 0.0, "others": 0.0}
     times = {
-        "env": "CartPole-v1", "cores": 2, "stretch": 1.0, "spread": [1.0], "parent": 0.0, "others": 0.0, "costs": each,
-        "big": each, "parameters": 1_700_000, "seconds": 2.0,
+        "env": "CartPole-v1", "cores": 2, "stretch": 1.0, "slice": 3 * MS, "spread": [1.0], "parent": 0.0,
+        "others": 0.0, "costs": each, "big": each, "parameters": 1_700_000, "seconds": 2.0,
         "measured": [
             {**measured, "workers": 1, "steps_per_second": ALONE, "repeats": [ALONE]},
             {**measured, "workers": 2, "steps_per_second": 1.6 * ALONE, "repeats": [ALONE, 1.6 * ALONE]},
@@ -184,6 +185,8 @@ def test_the_report_from_kept_times(monkeypatch: pytest.MonkeyPatch) -> None:
     options = SimpleNamespace(workers=[1, 2], cores=[4], bandwidth=10.0, latency=50.0, env="CartPole-v1")
     searched = lambda costs, scheme, machine: None if scheme.update == "hogwild" else machine(1).cores  # noqa: E731
     monkeypatch.setattr(script, "stops_at", searched)  # tested above, and slow
+    monkeypatch.setattr(script, "LIMIT", 16)
+    monkeypatch.setattr(script, "simulate", partial(model.simulate, rollouts=100))
     page, values = script.report(json.loads(json.dumps(times)), options)
     text = "\n".join(page)
     assert "within 20% (the target): 0 of 1" in text

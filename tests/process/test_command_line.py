@@ -170,7 +170,7 @@ def test_refused(arguments: list[str], words: list[str], here: Path, capfd: pyte
 # -- options ------------------------------------------------------------------------------------------
 
 FLAGS = (
-    "record", "check-reads", "normalize-observations", "normalize-rewards", "watch.tensorboard",
+    "record", "check-reads", "rule.staleness-scaling", "normalize-observations", "normalize-rewards", "watch.tensorboard",
     "algo.normalize-advantages",
 )  # fmt: skip
 

@@ -128,7 +128,7 @@ def prepare(hyper: Hyperparameters, policy: Policy, rollout: Rollout, rng: np.ra
     for epoch in order:
         for part, chosen in zip(epoch, np.array_split(rng.permutation(columns), parts), strict=True):
             part[: len(chosen)] = chosen
-    return {**data, "state": state, "order": order.reshape(-1, width)}
+    return {**data, "state": state, "order": order.reshape(hyper.epochs * parts, width)}
 
 
 def minibatch(data: dict[str, Array], part: int) -> dict[str, Array]:
