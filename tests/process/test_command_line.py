@@ -170,8 +170,8 @@ def test_refused(arguments: list[str], words: list[str], here: Path, capfd: pyte
 # -- options ------------------------------------------------------------------------------------------
 
 FLAGS = (
-    "record", "check-reads", "rule.staleness-scaling", "normalize-observations", "normalize-rewards", "watch.tensorboard",
-    "algo.normalize-advantages",
+    "record", "check-reads", "rule.staleness-scaling", "normalize-observations", "normalize-rewards",
+    "watch.tensorboard", "algo.normalize-advantages",
 )  # fmt: skip
 
 

@@ -119,10 +119,11 @@ def prepare(hyper: Hyperparameters, policy: Policy, rollout: Rollout, rng: np.ra
         data = {k: v.copy() for k, v in data.items()}  # the rollout is overwritten by the next one
         state = r.state.copy()
     else:
-        data = {k: v.reshape(-1, *v.shape[2:])[r.valid.reshape(-1)][None] for k, v in data.items()}
+        kept = r.valid.reshape(-1) if r.valid.any() else np.ones(r.valid.size, bool)  # of weight 0 then
+        data = {k: v.reshape(-1, *v.shape[2:])[kept][None] for k, v in data.items()}
         state = np.zeros((data["valid"].shape[1], 0), np.float32)
     columns = len(state)
-    parts = min(hyper.minibatches, max(1, columns))
+    parts = min(hyper.minibatches, columns)
     width = -(-columns // parts)
     order = np.full((hyper.epochs, parts, width), -1, np.int64)
     for epoch in order:
