@@ -232,26 +232,27 @@ def of_size(run: Run, parameters: int) -> Run:
     return run
 
 
-def _handover(path: str, seconds: float, barrier: Any) -> tuple[int, float]:
-    """Take a lock in turn with others, who wait for it while it is held: (times, seconds)."""
-    lock, taken = Lock(path), 0
+def _handover(path: str, seconds: float, barrier: Any) -> list[float]:
+    """Take a lock in turn with others, who wait while it is held: seconds from giving it back to another having it."""
+    lock, gaps = Lock(path), []
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 8) as memory:
         seen = memoryview(memory).cast("q")
         barrier.wait()
-        begun = time.perf_counter()
-        while time.perf_counter() - begun < seconds:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
             lock.acquire()
-            got = time.perf_counter()
             seen[0] += 1
-            mine, taken = seen[0], taken + 1
+            mine, got = seen[0], time.perf_counter()
             while time.perf_counter() - got < HOLD:
                 pass
             lock.release()
-            while seen[0] == mine and time.perf_counter() - begun < seconds:
-                pass  # it is another's turn
+            given = time.perf_counter()
+            while seen[0] == mine and time.perf_counter() < end:
+                pass
+            gaps.append(time.perf_counter() - given)
         seen.release()
     lock.close()
-    return taken, time.perf_counter() - begun
+    return gaps
 
 
 def _spin(seconds: float, barrier: Any, out: Any) -> None:
@@ -306,8 +307,8 @@ def _child(index: int, run: Run, parameters: int, seconds: float, barrier: Any, 
             found[f"big {update} {spec}"] = parts_of(big, update, spec)
     barrier.wait()
     together = statistics.median(me.rollouts(seconds))
-    taken, took = _handover(lock, 0.5, barrier)
-    out.put((index, together / statistics.median(alone), taken, took, found))
+    gaps = _handover(lock, 0.5, barrier)
+    out.put((index, together / statistics.median(alone), gaps, found))
 
 
 def parts(run: Run, parameters: int, seconds: float) -> dict[str, Any]:
@@ -327,8 +328,8 @@ def parts(run: Run, parameters: int, seconds: float) -> dict[str, Any]:
         told = sorted(out.get(timeout=300) for _ in children)
         for c in children:
             c.join()
-    found: dict[str, Any] = told[0][4]
+    found: dict[str, Any] = told[0][3]
     found["slice"] = time_slice()
     found["stretch"] = max(1.0, told[0][1]) if cores > 1 else 1.0
-    found["handover"] = max(0.0, statistics.mean(t[3] for t in told) / sum(t[2] for t in told) - HOLD)
+    found["handover"] = statistics.median(x for t in told for x in t[2])
     return found

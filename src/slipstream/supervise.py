@@ -333,9 +333,8 @@ class Supervisor:
         elif now - seat.held > self.limits.lock_seconds:
             self._kill(index, f"held the lock for {now - seat.held:.1f} s")
             return
-        if index == self.server and phase != Phase.STARTING and now - seat.changed > self.limits.lock_seconds:
-            self._kill(index, f"gave no heartbeat for {now - seat.changed:.1f} s")  # it looks at its rings all the time
-        elif now - seat.changed > self.limits.hang_seconds:
+        serving = index == self.server and phase != Phase.STARTING  # all wait for it, so it must look at its rings
+        if now - seat.changed > (self.limits.lock_seconds if serving else self.limits.hang_seconds):
             self._kill(index, f"gave no heartbeat for {now - seat.changed:.1f} s")
 
     def _kill(self, index: int, why: str) -> None:
