@@ -46,13 +46,18 @@ class Task:
 
 
 HIDDEN = "slipstream/CartPoleHidden-v1"
+PPO = ("--algorithm", "ppo")
 TASKS = [
     Task("CartPole-v1", 475, "500 (A2C, 500 k)"),
     Task(HIDDEN, 400, "-", label="CartPoleHidden-v1, LSTM"),
     Task(HIDDEN, 150, "-", above=False, options=("--net.core", "none"), label="CartPoleHidden-v1, MLP"),
-    Task("Pendulum-v1", -200, "-163 (A2C, 1 M), -172 (PPO, 100 k)"),
-    Task("Acrobot-v1", -90, "-83 (A2C, 500 k), -74 (PPO, 1 M)"),
-    Task("LunarLander-v3", 200, "156 (A2C, 200 k), 242 (PPO, 1 M)"),
+    Task("Pendulum-v1", -200, "-163 (A2C, 1 M)"),
+    Task("Acrobot-v1", -90, "-83 (A2C, 500 k)"),
+    Task("LunarLander-v3", 200, "156 (A2C, 200 k), 242 (PPO, 1 M)", label="LunarLander-v3, PPO (its preset)"),
+    Task("CartPole-v1", 475, "500 (PPO, 100 k)", options=PPO, label="CartPole-v1, PPO"),
+    Task("Pendulum-v1", -200, "-172 (PPO, 100 k)", options=PPO, label="Pendulum-v1, PPO"),
+    Task("Acrobot-v1", -90, "-74 (PPO, 1 M)", options=PPO, label="Acrobot-v1, PPO"),
+    Task("LunarLander-v3", 200, "156 (A2C, 200 k)", options=("--algorithm", "a3c"), label="LunarLander-v3, A3C"),
     Task("MountainCarContinuous-v0", 90, "91 (A2C, 100 k), 88 (PPO, 20 k)"),
 ]
 

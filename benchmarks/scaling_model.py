@@ -357,7 +357,7 @@ def stops_at(costs: Costs, scheme: Scheme, machine: Callable[[int], Machine]) ->
     if high is None:
         return None
     low = high // 2
-    while high - low > max(1, low // 32):
+    while high - low > max(1, low // 16):
         middle = (low + high) // 2
         low, high = (low, middle) if slow(middle) else (middle, high)
     return high

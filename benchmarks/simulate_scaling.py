@@ -157,7 +157,7 @@ def statement(times: dict[str, Any], which: str, options: argparse.Namespace) ->
         at = stops_at(c, scheme, lambda n: Machine(n + 2, times["parent"], times["slice"], times["stretch"], *link))
         n = min(at or LIMIT, LIMIT)
         o = simulate(c, scheme, n, Machine(n + 2, times["parent"], times["slice"], times["stretch"], *link))
-        where = f"from {at} workers on" if at else f"not up to {LIMIT:,} workers"
+        where = f"from about {at} workers on" if at else f"not up to {LIMIT:,} workers"
         held = {"lock": "lock held", "server": "server busy", "sync": "one worker applying"}.get(scheme.update, "")
         why = f"; {held} {o.busy:.0%} of the time" if held else ""
         lines.append(f"- {scheme.name}: {where} ({o.steps_per_second:,.0f} steps/s there{why})")
@@ -201,7 +201,7 @@ def arguments() -> argparse.Namespace:
     add("--seconds", type=float, default=1.5, help="of each real run")
     add("--repeats", type=int, default=3, help="of each real run; medians are used")
     add("--validate", type=int, nargs="*", default=[2, 4, 8], help="workers of the real runs (none: no validation)")
-    add("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16, 64, 256, 1024], help="workers predicted")
+    add("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 32, 128, 1024], help="workers predicted")
     add("--cores", type=int, nargs="*", default=[8, 64, 1024], help="cores predicted, besides those here")
     add("--bandwidth", type=float, default=10.0, help="Gbit/s of a server that is elsewhere")
     add("--latency", type=float, default=50.0, help="microseconds to and from it")

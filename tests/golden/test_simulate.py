@@ -192,7 +192,7 @@ def test_the_report_from_kept_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "within 20% (the target): 0 of 1" in text
     assert values["validation"][1]["error"] == pytest.approx(0.25, abs=0.02)
     assert abs(values["validation"][0]["error"]) < 1e-6
-    assert "- lock: from 3 workers on" in text
+    assert "- lock: from about 3 workers on" in text
     assert "1,700,000 parameters, 4 cores" in text
     assert set(values["predicted"]) == {"costs 2", "costs 4", "big 2", "big 4"}
     assert values["stops_at"]["costs"]["hogwild"] is None
