@@ -260,6 +260,19 @@ def target_lines(found: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def report(runs: list[dict[str, Any]], everyone: list[Contestant]) -> str:
+    """All of it, in Markdown."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    text = [
+        f"# CartPole-v1 to {TARGET:.0f} over 100 episodes, {len({r['seed'] for r in runs})} seeds each", "",
+        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {cores} cores, Python {platform.python_version()}. "
+        "Median (least to greatest); wall from the start of the command to its end.", "",
+        *table(runs, everyone), "", *target_lines(targets(runs)), "", "Every seed:", "",
+        *every_seed(runs, everyone), "",
+    ]  # fmt: skip
+    return "\n".join(text)
+
+
 # -- install size ----------------------------------------------------------------------------------
 
 
@@ -326,19 +339,12 @@ def main() -> int:
                 told = f"{'solved' if r['solved'] else 'NOT solved'} at {r['steps']:,} steps"
                 told += f", {r['steps_per_second']:,.0f} steps/s, first step after {r['first_step']:.2f} s"
             print(f"seed {seed}  {who.name:<13} {r['wall']:6.1f} s  {told}", file=sys.stderr, flush=True)
-    found = targets(runs)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    text = [
-        f"# CartPole-v1 to {TARGET:.0f} over 100 episodes, {len(seeds)} seeds each", "",
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {cores} cores, Python {platform.python_version()}. "
-        "Median (least to greatest); wall from the start of the command to its end.", "",
-        *table(runs, everyone), "", *target_lines(found), "", "Every seed:", "", *every_seed(runs, everyone), "",
-    ]  # fmt: skip
-    print("\n".join(text))
-    if a.out:
-        a.out.with_suffix(".md").write_text("\n".join(text))
-        a.out.with_suffix(".json").write_text(json.dumps({"runs": runs, "targets": found}, indent=1))
-    return 0 if all(t["met"] for t in found) else 1
+        text = report(runs, everyone)
+        if a.out:  # after every turn: a run that is ended early has shown something
+            a.out.with_suffix(".md").write_text(text)
+            a.out.with_suffix(".json").write_text(json.dumps({"runs": runs, "targets": targets(runs)}, indent=1))
+    print(text)
+    return 0 if all(t["met"] for t in targets(runs)) else 1
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,3 +27,59 @@ def test_cartpole_is_solved_within_its_budget(rule: str, backend: str, tmp_path:
             break
     assert run.solved_at is not None, f"mean returns reached: {reached}"
     assert ss.evaluate(run, episodes=20).mean >= 450
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"update": "server"},
+        {"update": "server", "rule": {"quorum": 2, "max_staleness": 4}, "compress": "topk:0.01"},
+        {"update": "server", "compress": "topk:0.05,qsgd:8"},
+        {"update": "server", "compress": "int8", "rule": {"staleness_scaling": True}},
+        {"update": "lock", "rule": {"delay_compensation": "adaptive"}},
+        {"update": "hogwild", "rule": {"delay_compensation": "constant"}},
+    ],
+    ids=["server", "quorum-topk", "topk-qsgd", "int8-scaled", "lock-adaptive", "hogwild-constant"],
+)
+def test_cartpole_is_solved_whatever_becomes_of_gradients(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Two seeds, as above; compressed, averaged or compensated gradients must still lead there."""
+    reached = []
+    for seed in (3, 4):
+        run = ss.train(
+            "CartPole-v1", workers=2, seed=seed, total_steps=BUDGET, run=tmp_path / str(seed), show="none", **settings
+        )
+        reached.append(run.mean_return)
+        if run.solved_at is not None:
+            return
+    pytest.fail(f"mean returns reached: {reached}")
+
+
+def test_top_k_without_error_feedback_is_worse(tmp_path: Path) -> None:
+    """What is not sent must be kept: without it, 1 % of the gradient gets nowhere within the budget of the other."""
+    found = {}
+    for name, spec in (("with", "topk:0.01"), ("without", "topk:0.01,feedback=no")):
+        run = ss.train(
+            "CartPole-v1", update="server", workers=1, seed=1, total_steps=100_000, compress=spec, run=tmp_path / name,
+            show="none", target_return=None,
+        )  # fmt: skip
+        found[name] = run.mean_return
+    assert found["with"] > 2 * found["without"], found
+
+
+def test_ppo_solves_cartpole_within_the_published_steps(tmp_path: Path) -> None:
+    """475 within 100,000 steps (a run under `sync` is the same each time, so one seed is enough)."""
+    run = ss.train("CartPole-v1", algorithm="ppo", workers=2, seed=1, total_steps=100_000, run=tmp_path, show="none")
+    assert run.solved_at is not None, run.mean_return
+    assert ss.evaluate(run, episodes=20).mean >= 450
+
+
+def test_memory_is_needed_where_velocities_are_hidden(tmp_path: Path) -> None:
+    """The MLP cannot do it: its mean return stays below 150 where the LSTM's has gone well beyond."""
+    found = {}
+    for core in ("lstm", "none"):
+        run = ss.train(
+            "slipstream/CartPoleHidden-v1", workers=2, seed=1, total_steps=200_000, run=tmp_path / core, show="none",
+            net={"core": core}, update="sync",
+        )  # fmt: skip
+        found[core] = run.mean_return
+    assert found["none"] < 100 < 200 < found["lstm"], found
