@@ -1,6 +1,6 @@
 """A model of what cannot be run here: steps/s, waiting and staleness of each update rule for 1 to 1,024 workers.
 
-    python benchmarks/simulate_scaling.py                     measure, validate, predict: about 6 minutes
+    python benchmarks/simulate_scaling.py                     measure, validate, predict: about 5 minutes
     python benchmarks/simulate_scaling.py --quick             one short repeat: does everything run?
     python benchmarks/simulate_scaling.py --times times.json  service times from there, or kept there
     python benchmarks/simulate_scaling.py --out page.md       the tables as a page (.json: everything as JSON)

@@ -73,6 +73,12 @@ def short(command: str, backend: str) -> list[str]:
     for i, a in enumerate(arguments[:-1]):
         if a == "--episodes":
             arguments[i + 1] = str(min(5, int(arguments[i + 1])))
+        if a == "--seeds":
+            arguments[i + 1] = "1"
+    if arguments[0] == "compare":
+        arguments += ["--total-steps", str(STEPS)]
+    if arguments[0] == "tune-workers":
+        arguments += ["--max-workers", "1", "--copies", "4", "--seconds", "0.5"]
     if arguments[0] in ("train", "resume"):
         if "--total-steps" in arguments:
             at = arguments.index("--total-steps")
@@ -156,7 +162,10 @@ def test_the_algorithm_of_the_worked_example(tmp_path: Path) -> None:
     # what the page says must be offered is what the example offers
     offered = {n.name for n in ast.walk(ast.parse(file)) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
     asked = re.findall(r"^\| `(?:Hyperparameters\.)?(\w+)(?:\(.*?\))?` \|", prose(page).split("## A worked")[0], re.M)
-    assert {"Hyperparameters", "check", "loss", "learning_rate"} == set(asked) == offered
+    more = {"prepare", "minibatch", "too_far"}  # of algorithms with minibatches, which the example is not
+    assert {"Hyperparameters", "check", "loss", "learning_rate"} == set(asked) - more == offered
+    assert more <= set(asked)
+    assert all(hasattr(config.module("algos", "ppo"), name) for name in more)
 
 
 def test_fields_that_every_algorithm_needs_are_those_read_elsewhere() -> None:
