@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
-from pathlib import Path
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -166,13 +166,9 @@ def test_every_finite_float16_arrives_as_it_is():
     np.testing.assert_array_equal(there(made("float16", len(g)), g).view(np.uint32), g.view(np.uint32))
 
 
-def test_float16_agrees_with_numpy_but_for_ties():
+def test_float16_agrees_with_numpy():
     g = np.concatenate([gaussian(200_000, i, s) for i, s in enumerate((1e-7, 1e-5, 1e-2, 1e3))])
-    ours, numpy = there(made("float16", len(g)), g), g.astype(np.float16).astype(np.float32)
-    differ = ours != numpy
-    assert differ.mean() < 2e-3  # ties: 1 in 8192 of all mantissas
-    np.testing.assert_allclose(np.abs(ours - g)[differ], np.abs(numpy - g)[differ], rtol=2.0**-11)
-    assert differ.any()
+    np.testing.assert_array_equal(there(made("float16", len(g)), g), g.astype(np.float16).astype(np.float32))
 
 
 @given(g=FINITE)
@@ -441,16 +437,11 @@ def test_a_right_spec_passes(spec):
     compress.check(spec)
 
 
-def test_the_package_needs_numpy_alone():
-    folder = Path(compress.__file__).parent
-    names = {
-        name.split(".")[0]
-        for file in folder.glob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        for name in (
-            [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            if isinstance(node, ast.ImportFrom) else []
-        )
-    }  # fmt: skip
-    assert "numpy" in names
-    assert "torch" not in names
+def test_the_supervising_process_checks_specs_without_torch():
+    code = (
+        "import sys; from slipstream import compress; "
+        "[compress.check(s) for s in ('none', 'float16', 'bfloat16', 'int8', 'qsgd:4', 'topk:0.01,qsgd:8')]; "
+        "print('torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert out.stdout == "False\n"

@@ -6,42 +6,21 @@ sent as the greatest finite value (about 3.39e38).
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from slipstream.compress._bits import BLOCK, Bytes, Floats, Stateless, bare, blocks
+from slipstream.compress._bits import bare
+from slipstream.compress.float16 import Float16
 
-INFINITY = np.uint16(0x7F80)  # its bits; one less are those of the greatest finite value
 
-
-class BFloat16(Stateless):
+class BFloat16(Float16):
     """Sends the upper 16 bits."""
 
-    def __init__(self, size: int, seed: np.random.SeedSequence) -> None:
-        self.capacity = 2 * size
-        self.odd, self.sum = np.empty((2, min(size, BLOCK)), np.uint32)
+    greatest = 3.3895313892515355e38
 
-    def encode(self, gradient: Floats, steps: int) -> Bytes:
-        """2 bytes an element."""
-        bits, sent = gradient.view(np.uint32), np.empty(len(gradient), np.uint16)
-        for part in blocks(len(gradient)):
-            x, out = bits[part], sent[part]
-            odd, total = self.odd[: len(x)], self.sum[: len(x)]
-            np.right_shift(x, 16, out=odd)
-            odd &= np.uint32(1)
-            odd += np.uint32(0x7FFF)  # half a unit, less a bit when the last kept bit is even
-            np.add(x, odd, out=total)
-            total >>= np.uint32(16)
-            np.copyto(out, total, casting="unsafe")
-            out -= (out & np.uint16(0x7FFF)) == INFINITY
-        return sent.view(np.uint8)
-
-    def decode(self, payload: Bytes, out: Floats) -> None:
-        """Exact."""
-        bits = out.view(np.uint32)
-        halves = payload.view(np.uint16)
-        for part in blocks(len(out)):
-            bits[part] = halves[part]
-            bits[part] <<= np.uint32(16)
+    @staticmethod
+    def type(torch: Any) -> Any:
+        """What is sent."""
+        return torch.bfloat16
 
 
 def parse(argument: str, options: list[str]) -> type[BFloat16]:
