@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,12 +26,6 @@ class Stateless:
 
     def restore(self, values: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
         """Nothing to do."""
-
-
-def blocks(n: int) -> Iterator[slice]:
-    """Slices of at most `BLOCK` elements that cover n."""
-    for start in range(0, n, BLOCK):
-        yield slice(start, min(n, start + BLOCK))
 
 
 def bare(name: str, argument: str, options: list[str]) -> None:
