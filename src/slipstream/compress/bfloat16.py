@@ -6,28 +6,17 @@ sent as the greatest finite value (about 3.39e38).
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from slipstream.compress._bits import bare
-from slipstream.compress.float16 import Float16
+from slipstream.compress.float16 import Cast
 
 
-class BFloat16(Float16):
-    """Sends the upper 16 bits."""
-
-    greatest = 3.3895313892515355e38
-
-    @staticmethod
-    def type(torch: Any) -> Any:
-        """What is sent."""
-        return torch.bfloat16
-
-
-def parse(argument: str, options: list[str]) -> type[BFloat16]:
+def parse(argument: str, options: list[str]) -> partial[Cast]:
     """`bfloat16`.
 
     Raises:
         ConfigError: it takes no argument.
     """
     bare("bfloat16", argument, options)
-    return BFloat16
+    return partial(Cast, "bfloat16")

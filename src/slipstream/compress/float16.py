@@ -7,35 +7,29 @@ and take ten times as long.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 
 from slipstream.compress._bits import Bytes, Floats, Stateless, bare
 
 
-class Float16(Stateless):
-    """Sends float16."""
+class Cast(Stateless):
+    """Sends a torch type of 16 bits."""
 
-    greatest = 65504.0
-
-    def __init__(self, size: int, seed: np.random.SeedSequence) -> None:
+    def __init__(self, kind: str, size: int, seed: np.random.SeedSequence) -> None:
         import torch
 
         self.capacity = 2 * size
-        self.torch, self.kind = torch, self.type(torch)
-
-    @staticmethod
-    def type(torch: Any) -> Any:
-        """What is sent."""
-        return torch.float16
+        self.torch, self.kind = torch, getattr(torch, kind)
+        self.greatest = torch.finfo(self.kind).max
 
     def encode(self, gradient: Floats, steps: int) -> Bytes:
         """2 bytes an element."""
         sent = np.empty(len(gradient), np.int16)
         values = self.torch.from_numpy(gradient)
         with np.errstate(over="ignore"):
-            small = np.dot(gradient, gradient) < np.float32(self.greatest) ** 2 * 0.99  # then nothing has to be cut
+            small = np.dot(gradient, gradient) < np.float32(self.greatest) ** 2  # then nothing has to be cut
         if not small:
             values = values.clamp(-self.greatest, self.greatest)
         self.torch.from_numpy(sent).view(self.kind).copy_(values)
@@ -46,11 +40,11 @@ class Float16(Stateless):
         self.torch.from_numpy(out).copy_(self.torch.from_numpy(payload.view(np.int16)).view(self.kind))
 
 
-def parse(argument: str, options: list[str]) -> type[Float16]:
+def parse(argument: str, options: list[str]) -> partial[Cast]:
     """`float16`.
 
     Raises:
         ConfigError: it takes no argument.
     """
     bare("float16", argument, options)
-    return Float16
+    return partial(Cast, "float16")
