@@ -283,6 +283,8 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
         place = out
         for parent in parents:
             place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"{key}: {parent} is given as {place!r} too; it is a group of options")
         if isinstance(value, dict) and isinstance(place.get(leaf), dict):
             place[leaf].update(nested(value))
         else:

@@ -298,3 +298,29 @@ WORDS = st.text("abcXYZ_-.0é\n", max_size=12)
 def test_any_name_gets_an_answer(name, valid):
     assert set(nearest(name, valid)) <= set(valid)
     assert repr(name) in str(unknown("x", name, valid))
+
+
+def test_a_group_given_as_a_value_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"algo\.gamma: algo is given as 3 too"):
+        config.nested({"algo": 3, "algo.gamma": 1})
+
+
+@pytest.mark.parametrize("algorithm", [None, *config.names("algos")])
+def test_every_preset_is_valid_for_every_algorithm(algorithm):
+    files = sorted((config.HERE / "presets").glob("*.yaml"))
+    environments = [e for file in files for ids in yaml.safe_load(file.read_text()) for e in ids.split()]
+    assert "LunarLander-v3" in environments
+    for env in environments:
+        made = config.from_dict({"env": env, **config.preset(env, algorithm)})
+        config.check(made)
+        assert algorithm in (None, made.algorithm)
+
+
+def test_a_preset_says_what_is_different_for_an_algorithm():
+    a3c, ppo = (config.from_dict({"env": "CartPole-v1", **config.preset("CartPole-v1", a)}) for a in (None, "ppo"))
+    assert (a3c.algorithm, a3c.algo.rollout_steps, a3c.copies) == ("a3c", 16, 8)
+    assert (ppo.algorithm, ppo.algo.rollout_steps, ppo.copies, ppo.update) == ("ppo", 32, 4, "sync")
+    assert ppo.target_return == a3c.target_return  # what is not different is the same
+    other = config.from_dict({"env": "LunarLander-v3", **config.preset("LunarLander-v3", "a3c")})
+    assert (other.algorithm, other.update, other.normalize_rewards) == ("a3c", "lock", True)
+    assert config.preset("NoSuchEnv-v1", "ppo") == {"algorithm": "ppo"}
