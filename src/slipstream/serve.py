@@ -83,13 +83,13 @@ class Server:
             if store.control[Word.SAMPLE_WANTED] and contributions and contributions[0].gradient.size:
                 store.gradients[-1] = contributions[0].gradient
                 store.control[Word.SAMPLE_WANTED] = 0
-        for worker, number in taken:
-            self.transport.acknowledge(worker, number)
         for c in contributions:
             if c.finite and self.stepper.dropped(version, c):
                 row[Counter.DROPPED_STALE] += 1
             count(row, c, version - c.version)
         row[Counter.STEPS] = row[Counter.BYTES_UP] = 0.0  # the workers count their own
+        for worker, number in taken:
+            self.transport.acknowledge(worker, number)
 
     def _new(self, slot: Slot, taken: list[tuple[int, int]]) -> list[Message]:
         """The messages that are not in these weights yet, their gradients unpacked."""

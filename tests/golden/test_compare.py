@@ -19,6 +19,7 @@ from slipstream.compare import Options, directory_of, entries, finished, grid, p
 from slipstream.compare_run import collect
 from slipstream.compare_statistics import Comparison, Measured, curve, interval, iqm, statistic, statistics
 from slipstream.errors import ConfigError
+from slipstream.options import train_options
 
 # -- the grid --------------------------------------------------------------------------------------
 
@@ -139,7 +140,7 @@ def test_the_plan_goes_seed_by_seed(tmp_path: Path) -> None:
     jobs = plan(options, tmp_path)
     assert [(j.cell.label, j.seed) for j in jobs] == [("ppo", 0), ("a3c lock", 0), ("ppo", 1), ("a3c lock", 1)]
     assert jobs[1].directory == tmp_path / "a3c-lock-seed0"
-    run = compare.check(jobs[1], lambda a: cli._train_options(a)[0])
+    run = compare.check(jobs[1], lambda a: train_options(a)[0])
     assert (run.algorithm, run.update, run.workers, run.target_return, run.algo.gamma) == ("a3c", "lock", 2, -5.0, 0.9)
     assert compare.command(options).endswith("--seeds 2 --target -5.0 --workers 2 -- --algo.gamma 0.9")
 
