@@ -23,7 +23,6 @@ class Bell:
         """`fd` is any descriptor of the store: all who ring each other have opened the same file."""
         status = os.fstat(fd)
         self.name = f"\0slipstream-{status.st_dev}-{status.st_ino}-"
-        self.addresses: dict[int, str] = {}
         self.socket: socket.socket | None = None
         with suppress(OSError, AttributeError):  # no such addresses here, or another handle has this seat's
             self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -47,10 +46,8 @@ class Bell:
     def ring(self, seat: int) -> None:
         """Wake whoever has this seat, if anybody."""
         if self.socket is not None:
-            if seat not in self.addresses:
-                self.addresses[seat] = self.name + str(seat)
             with suppress(OSError):  # nobody there yet, or rung so often already that it is full
-                self.socket.sendto(b"", self.addresses[seat])
+                self.socket.sendto(b"", self.name + str(seat))
 
     def close(self) -> None:
         """Give the address free."""

@@ -47,7 +47,7 @@ def best_workers(measure: Callable[[int, float], float], budget: float = 6.0) ->
     counts = sorted({1, cores, *(2**i for i in range(1, 10) if 2**i < cores), max(1, cores - 1)})
     rates: dict[int, float] = {n: measure(n, max(1.0, budget / len(counts))) for n in counts}
     best = max(rates.values())
-    return min(n for n, rate in rates.items() if rate >= 0.95 * best)  # fewer, where it is as fast
+    return min(n for n, rate in rates.items() if rate >= NEAR * best)  # fewer, where it is as fast
 
 
 # -- a trial ---------------------------------------------------------------------------------------

@@ -7,20 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_a3c import log_prob_and_entropy
+from test_a3c import CASES, log_prob_and_entropy
 
 import helpers
 from slipstream.algos import a3c
 from slipstream.algos.ppo import Hyperparameters, learning_rate, loss, minibatch, prepare, too_far
 
 HORIZON = 1000
-CASES = [
-    (head, core, masks)
-    for head in helpers.HEADS
-    for core in ("none", "lstm")
-    for masks in (False, True)
-    if not (masks and head == "gaussian")
-]
 
 
 def made(head="categorical", core="none", masks=False, T=6, B=5, seed=0):
