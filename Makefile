@@ -12,7 +12,7 @@ $(VENV)/.core: pyproject.toml
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core
-	@$(BIN)/pip install -q --disable-pip-version-check -e '.[dev,box2d]'
+	@$(BIN)/pip install -q --disable-pip-version-check -e '.[dev,box2d,atari]'
 	@touch $@
 
 demo: $(VENV)/.core

@@ -254,7 +254,7 @@ def test_options_reach_the_command_line() -> None:
 # what the five stops call on: arrays, numbers, memory; not part of the path
 BESIDE = {
     "store.py", "optimize.py", "schedule.py", "moments.py", "counters.py", "record.py", "actions.py",
-    "nets/heads.py", "nets/policy.py", "envs/spaces.py",
+    "nets/heads.py", "nets/torsos.py", "nets/cores.py", "nets/policy.py", "envs/spaces.py",
 }  # fmt: skip
 
 

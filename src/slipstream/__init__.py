@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from slipstream.replay_run import Replay, replay
     from slipstream.session import Result
     from slipstream.train import resume, train
+    from slipstream.video import Video, record_video
 
 _PLACES = {
     "train": "train", "resume": "train", "Result": "session",
     "load": "evaluate", "evaluate": "evaluate", "Policy": "evaluate", "Evaluation": "evaluate",
     "replay": "replay_run", "Replay": "replay_run",
+    "record_video": "video", "Video": "video",
     "Run": "config",
     "ConfigError": "errors", "Interrupted": "errors", "RunFailed": "errors", "SlipstreamError": "errors",
 }  # fmt: skip
@@ -40,8 +42,10 @@ __all__ = [
     "Run",
     "RunFailed",
     "SlipstreamError",
+    "Video",
     "evaluate",
     "load",
+    "record_video",
     "replay",
     "resume",
     "train",

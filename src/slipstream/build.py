@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from slipstream import actions, compress
 from slipstream.config import Given, Run, module
 from slipstream.cores import SINGLE_THREADED
-from slipstream.envs import gym
+from slipstream.envs import atari, gym
 from slipstream.moments import size as moments_size
 from slipstream.nets.acting import forward_for
 from slipstream.nets.policy import Policy, flatten, initialize, pieces
@@ -44,7 +44,10 @@ def seeds(run: Run, role: Role, *more: int) -> np.random.SeedSequence:
 
 def environment(run: Run, given: Given, copies: int, sequence: np.random.SeedSequence) -> Environment:
     """The run's environment with `copies` rows."""
-    return gym.make(given.env or run.env, copies, sequence, run.env_kwargs, run.limits.max_env_failures)
+    env = given.env or run.env
+    make: Any = atari.make if atari.owns(env) else gym.make
+    made: Environment = make(env, copies, sequence, run.env_kwargs, run.limits.max_env_failures)
+    return made
 
 
 def policy_for(run: Run, given: Given, env: Environment) -> Policy:

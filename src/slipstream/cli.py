@@ -24,6 +24,7 @@ USAGE = """slipstream: asynchronous deep reinforcement learning
   slipstream train ENV [options]    train a policy (ENV: a Gymnasium id, or module:Id)
   slipstream resume RUN [options]   go on with a run from its newest checkpoint
   slipstream eval RUN               measure a trained policy
+  slipstream watch RUN              a video of a trained policy at play, or a window
   slipstream replay RUN             execute a recorded run again, bit for bit
   slipstream compare ENV            algorithms and update rules against each other: speed, cost, staleness
   slipstream tune-workers ENV       how many workers and environment copies: measured here
@@ -185,6 +186,52 @@ def _eval(arguments: list[str]) -> int:
 
 
 @dataclass(frozen=True)
+class Watch:
+    """Write a video of episodes played by a run's newest policy, or show them in a window."""
+
+    run: tyro.conf.Positional[str]
+    """A run directory, or a checkpoint in it."""
+    episodes: int = 3
+    """Whole episodes to play."""
+    out: str | None = None
+    """File, .mp4 or .gif; default: videos/<env>-step<steps>.mp4 in the run directory."""
+    fps: float | None = None
+    """Frames a second; default: what the environment asks for, else 30. A GIF has at most 50."""
+    seed: int | None = None
+    """Seed of the episodes; default: the run's."""
+    stochastic: Annotated[bool, tyro.conf.arg(aliases=["--sample"])] = False
+    """Sample actions instead of taking the most likely one."""
+    max_steps: int = 100_000
+    """Cut an episode after so many."""
+    live: bool = False
+    """Show a window instead of writing a file."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def _watch(arguments: list[str]) -> int:
+    a = tyro.cli(Watch, args=arguments, prog="slipstream watch")
+    from slipstream.video import record_video
+
+    v = record_video(
+        a.run, a.episodes, out=a.out, fps=a.fps, deterministic=not a.stochastic, seed=a.seed,
+        max_steps=a.max_steps, live=a.live,
+    )  # fmt: skip
+    if a.json:
+        print(json.dumps(v.to_dict()))
+        return 0
+    how = "most likely actions" if v.deterministic else "sampled actions"
+    print(f"{v.episodes} episodes, {how}, checkpoint {v.checkpoint} ({v.steps:,} steps)")
+    for i, (total, length) in enumerate(zip(v.returns, v.lengths, strict=True)):
+        print(f"episode {i + 1}  return {total:.2f}  length {length}")
+    if v.cut:
+        print(f"{v.cut} episodes did not end within the limit of steps")
+    if v.file:
+        print(f"{v.frames:,} frames, {v.fps:g} a second: {v.file}")
+    return 0
+
+
+@dataclass(frozen=True)
 class ReplayOptions:
     """Execute a recorded run again, one worker after another, and verify every loss and checksum."""
 
@@ -304,6 +351,7 @@ def _doctor(arguments: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "eval": _eval,
+    "watch": _watch,
     "replay": _replay,
     "compare": _compare,
     "tune-workers": _tune_workers,

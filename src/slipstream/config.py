@@ -27,16 +27,21 @@ HERE = Path(__file__).parent
 class Net:
     """The network: torso, core, heads."""
 
-    torso: str = "mlp"
-    """`mlp`, or `package.module.Torso`: a callable from observation shape to nn.Module with `out_features`."""
+    torso: str = "auto"
+    """`mlp`, `nature`, `a3c`, `impala` (convolutions), or `package.module.Torso`: a callable from observation shape
+    to nn.Module with `out_features`. auto: nature for images, else mlp."""
     hidden: tuple[int, ...] = (64, 64)
     """Widths of the MLP's layers."""
     activation: Literal["tanh", "relu"] = "tanh"
     """Activation of the MLP."""
-    core: Literal["none", "lstm"] = "none"
-    """Memory between torso and heads."""
+    core: Literal["none", "lstm", "attention"] = "none"
+    """Memory between torso and heads; attention: over the LSTM's last outputs."""
     core_size: int = 64
     """Units of the core."""
+    window: int = 16
+    """`attention`: steps looked back to, this one included."""
+    heads: int = 4
+    """`attention`: heads."""
     critic: Literal["auto", "shared", "separate"] = "auto"
     """Whether the value has its own torso. auto: separate for a plain MLP, else shared."""
     log_std: float = 0.0
@@ -414,7 +419,10 @@ def check(run: Run) -> Run:
         raise ConfigError(f"net.hidden: {run.net.hidden} has a layer without units")
     if run.net.core_size < 1:
         raise ConfigError(f"net.core_size: {run.net.core_size} is too small, the least is 1")
-    if run.net.critic == "separate" and (run.net.core != "none" or run.net.torso != "mlp"):
+    for name in ("window", "heads"):
+        if getattr(run.net, name) < 1:
+            raise ConfigError(f"net.{name}: {getattr(run.net, name)} is too small, the least is 1")
+    if run.net.critic == "separate" and (run.net.core != "none" or run.net.torso not in ("auto", "mlp")):
         raise ConfigError("net.critic: separate is for a plain MLP; with a core or your own torso use shared")
     workers = run.workers or usable_cores()
     if workers != "auto" and workers > 1024:

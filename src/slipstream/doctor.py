@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import os
 import platform
@@ -27,17 +28,23 @@ def environments() -> list[dict[str, Any]]:
     import gymnasium as gym
 
     import slipstream.envs.hidden  # noqa: F401
+    from slipstream.envs import atari
 
     found = []
+    if installed("ale_py"):
+        importlib.import_module("ale_py")  # registers its games
+    else:
+        needs = "needs ale_py: pip install 'slipstream-rl[atari]'"
+        found.append({"id": "ALE/*-v5", "preset": False, "vector": True, "needs": needs})
     for name, spec in sorted(gym.registry.items()):
+        if str(spec.entry_point).startswith("ale_py") and not atari.owns(name):
+            continue  # the same games once more, without the usual preprocessing
         needs = "" if not callable(spec.entry_point) else "moved to a package of its own"
         for module, (package, extra) in NEEDS.items():
             if str(spec.entry_point or spec.vector_entry_point).startswith(module) and not installed(package):
                 needs = f"needs {package}" + (f": pip install 'slipstream-rl[{extra}]'" if extra else "")
-        found.append({
-            "id": name, "preset": bool(config.preset(name)), "vector": spec.vector_entry_point is not None,
-            "needs": needs,
-        })  # fmt: skip
+        vector = spec.vector_entry_point is not None or atari.owns(name)
+        found.append({"id": name, "preset": bool(config.preset(name)), "vector": vector, "needs": needs})
     return found
 
 
@@ -67,9 +74,11 @@ def examine() -> list[dict[str, Any]]:
     for extra, package, what in (
         ("box2d", "Box2D", "LunarLander, BipedalWalker, CarRacing"),
         ("classic", "pygame", "rendering of classic control"),
+        ("atari", "ale_py", "Atari games"),
         ("bench", "stable_baselines3", "comparisons with Stable-Baselines3"),
         ("plot", "matplotlib", "pictures of learning curves"),
         ("compare", "scipy", "comparisons of algorithms and update rules (slipstream compare)"),
+        ("video", "imageio_ffmpeg", "videos of a policy at play (slipstream watch)"),
     ):
         here = installed(package)
         text = f"{what}" if here else f"would add {what}: pip install 'slipstream-rl[{extra}]'"

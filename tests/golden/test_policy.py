@@ -108,7 +108,7 @@ def test_the_core_begins_orthogonal_and_log_std_as_asked():
     assert policy.value_torso is None
     before = policy.log_std.detach().clone()
     initialize(policy, 0)
-    for weight in (policy.core.weight_ih_l0, policy.core.weight_hh_l0):
+    for weight in (policy.core.cell.weight_ih_l0, policy.core.cell.weight_hh_l0):
         np.testing.assert_allclose(torch.linalg.svdvals(weight.detach()), 1.0, rtol=1e-4)
     assert torch.equal(before, policy.log_std.detach())
     assert policy.log_std.tolist() == [-0.5, -0.5]
@@ -351,7 +351,7 @@ def test_a_torso_keeps_its_own_initialization():
         ("helpers.MODES", "helpers.MODES"),
         ("helpers.Missing", "helpers.Missing"),
         ("nowhere.Torso", "nowhere.Torso"),
-        ("cnn", "neither 'mlp' nor"),
+        ("cnn", "neither one of auto, mlp"),
         ("helpers.each", "out_features"),
     ],
 )

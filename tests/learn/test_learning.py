@@ -79,8 +79,8 @@ def test_memory_is_needed_where_velocities_are_hidden(tmp_path: Path) -> None:
     found = {}
     for core in ("lstm", "none"):
         run = ss.train(
-            "slipstream/CartPoleHidden-v1", workers=2, seed=1, total_steps=200_000, run=tmp_path / core, show="none",
+            "slipstream/CartPoleHidden-v1", workers=2, seed=1, total_steps=300_000, run=tmp_path / core, show="none",
             net={"core": core}, update="sync",
         )  # fmt: skip
         found[core] = run.mean_return
-    assert found["none"] < 80 < 100 < found["lstm"], found
+    assert found["none"] < 100 < 300 < found["lstm"], found

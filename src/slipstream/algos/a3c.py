@@ -88,7 +88,7 @@ def loss(
 
     T = len(rollout.action)
     (params, value), _ = policy(
-        torch.from_numpy(rollout.obs), torch.from_numpy(rollout.state), torch.from_numpy(rollout.starts)
+        torch.from_numpy(rollout.obs), torch.from_numpy(rollout.state), torch.from_numpy(rollout.starts), carry=False
     )
     predicted = value.detach().numpy()
     r = rollout

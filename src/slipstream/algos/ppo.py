@@ -100,7 +100,7 @@ def prepare(hyper: Hyperparameters, policy: Policy, rollout: Rollout, rng: np.ra
     r, T = rollout, len(rollout.action)
     with torch.no_grad():
         (params, value), _ = policy(
-            torch.from_numpy(r.obs), torch.from_numpy(r.state), torch.from_numpy(r.starts)
+            torch.from_numpy(r.obs), torch.from_numpy(r.state), torch.from_numpy(r.starts), carry=False
         )  # fmt: skip
         mask = torch.from_numpy(r.mask) if r.mask is not None else None
         log_prob, _ = log_prob_and_entropy(policy.head, params[:T], torch.from_numpy(r.action), mask)
@@ -166,7 +166,7 @@ def loss(
     weight = valid.float() / samples
     end = hyper.schedule_steps or horizon
 
-    (params, value), _ = policy(cut["obs"], cut["state"], cut["starts"])
+    (params, value), _ = policy(cut["obs"], cut["state"], cut["starts"], carry=False)
     log_prob, entropy = log_prob_and_entropy(policy.head, params, cut["action"], cut.get("mask"))
     advantage = cut["advantage"]
     if hyper.normalize_advantages and samples > 1:

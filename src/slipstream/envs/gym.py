@@ -5,6 +5,7 @@ docs/architecture.md).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import traceback
 import warnings
@@ -24,7 +25,7 @@ from slipstream.rollout import Step
 
 Array = NDArray[Any]
 HISTORY = 200_000  # steps of an episode that can be executed again on resume
-EXTRAS = {"box2d": "box2d", "pygame": "classic"}
+EXTRAS = {"box2d": "box2d", "pygame": "classic", "ale_py": "atari"}
 OLD_API = (
     "the environment follows the old Gym API ({}); wrap it with gymnasium's "
     "`shimmy.GymV21CompatibilityV0` or return (obs, info) from reset and "
@@ -33,16 +34,23 @@ OLD_API = (
 
 
 def find(env_id: str) -> Any:
-    """The spec of a Gymnasium id; `module:Id` imports the module first.
+    """The spec of a Gymnasium id; `module:Id` imports the module first, Atari's ids import ale-py.
 
     Raises:
         ConfigError: no such module or id; names near ones.
     """
     module, _, name = env_id.rpartition(":")
+    if not module and name not in gym.registry:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("ale_py")  # registers its games, which are near ids too
+        if name.startswith("ALE/") or "NoFrameskip-v" in name:
+            module = "ale_py"
     if module:
         try:
             importlib.import_module(module)
         except ImportError as e:
+            if module == "ale_py":
+                raise ConfigError(f"env: {env_id} needs ale-py.{missing(module)}") from None
             raise ConfigError(f"env: cannot import module {module!r} of {env_id!r}: {e}") from None
     try:
         return gym.spec(name)

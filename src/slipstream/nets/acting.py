@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.nets.policy import MLP, Policy
+from slipstream.nets.cores import LSTM
+from slipstream.nets.policy import Policy
+from slipstream.nets.torsos import MLP
 
 Array = NDArray[Any]
 Forward = Callable[[Array, Array, Array], tuple[Array, Array]]
@@ -75,6 +77,7 @@ def numpy_forward(policy: Policy) -> tuple[Forward, Forward]:
 def forward_for(policy: Policy) -> tuple[Forward, Forward]:
     """The fastest acting path this policy has."""
     plain = all(isinstance(t, MLP) for t in (policy.torso, policy.value_torso or policy.torso))
+    plain = plain and (policy.core is None or isinstance(policy.core, LSTM))
     return numpy_forward(policy) if plain else torch_forward(policy)
 
 
@@ -101,7 +104,7 @@ def _numpy_mlp(mlp: MLP) -> Callable[[Array], Array]:
 
 
 def _numpy_lstm(policy: Policy) -> Callable[[Array, Array, Array], tuple[Array, Array]]:
-    core = cast(torch.nn.LSTM, policy.core)
+    core = cast(LSTM, policy.core).cell
     w_in, w_rec = _view(core.weight_ih_l0).T, _view(core.weight_hh_l0).T
     b_in, b_rec = _view(core.bias_ih_l0), _view(core.bias_hh_l0)
     n = core.hidden_size

@@ -6,8 +6,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,28 +15,11 @@ from torch import Tensor, nn
 
 from slipstream.actions import Head
 from slipstream.config import Net
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, nearest
+from slipstream.nets.cores import LSTM, Attention
+from slipstream.nets.torsos import IMAGES, MLP, NAMES, OURS, image_like
 
 ALIGN = 16  # float32 elements: each parameter starts on a cache line, whatever came before it
-
-
-class MLP(nn.Module):
-    """Fully connected torso `[N, *obs] -> [N, out_features]`; uint8 input is scaled to [0, 1] here."""
-
-    def __init__(self, shape: tuple[int, ...], hidden: tuple[int, ...], activation: str) -> None:
-        super().__init__()
-        sizes = [math.prod(shape), *hidden]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
-        self.activation = torch.tanh if activation == "tanh" else torch.relu
-        self.activation_name = activation
-        self.out_features = sizes[-1]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Features of a batch of observations."""
-        x = x.flatten(1).float() / 255.0 if x.dtype == torch.uint8 else x.flatten(1)
-        for layer in self.layers:
-            x = self.activation(layer(x))
-        return x
 
 
 class Policy(nn.Module):
@@ -56,8 +38,8 @@ class Policy(nn.Module):
         separate = net.critic == "separate" or (net.critic == "auto" and plain)
         self.value_torso = make_torso(shape, net, torso) if separate else None
         features = self.torso.out_features
-        self.core = nn.LSTM(features, net.core_size) if net.core == "lstm" else None
-        features = net.core_size if self.core is not None else features
+        self.core = make_core(features, net)
+        features = self.core.out_features if self.core is not None else features
         self.pi = nn.Linear(features, head.outputs)
         self.v = nn.Linear(features, 1)
         self.log_std = nn.Parameter(torch.full((len(head.sizes),), net.log_std)) if head.kind == "gaussian" else None
@@ -69,62 +51,67 @@ class Policy(nn.Module):
 
     @property
     def state_size(self) -> int:
-        """Width of the recurrent state of one row: hidden and cell values side by side."""
-        return 2 * self.net.core_size if self.core is not None else 0
+        """Width of the recurrent state of one row."""
+        return self.core.state_size if self.core is not None else 0
 
-    def forward(self, obs: Tensor, state: Tensor, starts: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    def forward(
+        self, obs: Tensor, state: Tensor, starts: Tensor, carry: bool = True
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Distribution parameters `[T, B, P]`, values `[T, B]`, and the state `[B, S]` after the last step.
 
         Args:
             obs: `[T, B, *shape]`.
             state: `[B, S]` before the first step.
             starts: bool `[T, B]`.
+            carry: whether the state after the last step is wanted; learning is faster without.
         """
         T, B = obs.shape[:2]
         flat = obs.reshape(T * B, *self.shape)
         x = self.torso(flat)
         if self.core is not None:
-            x, state = self.remember(x.view(T, B, -1), state, starts)
+            x, state = self.core(x.view(T, B, -1), state, starts, carry)
             x = x.reshape(T * B, -1)
         params = self.pi(x)
         value = self.v(x if self.value_torso is None else self.value_torso(flat))
         if self.log_std is not None:
             params = torch.cat([params, self.log_std.expand_as(params)], -1)
-        return (params.view(T, B, -1), value.view(T, B)), state
+        return (params.view(T, B, -1).float(), value.view(T, B).float()), state
 
-    def remember(self, x: Tensor, state: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the core over `x [T, B, F]`; one call of the LSTM for each stretch without a start."""
-        core = cast(nn.LSTM, self.core)
-        cuts = [0, *(t for t in range(1, len(x)) if bool(starts[t].any())), len(x)]
-        keep = (~starts).to(x.dtype).unsqueeze(-1)
-        outputs = []
-        for begin, end in pairwise(cuts):
-            # where, not times: a NaN in an old state must not survive the start of an episode
-            state = torch.where(keep[begin] > 0, state, torch.zeros(()))
-            h, c = (part.unsqueeze(0).contiguous() for part in state.chunk(2, -1))
-            out, (h, c) = core(x[begin:end], (h, c))
-            state = torch.cat([h[0], c[0]], -1)
-            outputs.append(out)
-        return torch.cat(outputs), state
+
+def make_core(features: int, net: Net) -> LSTM | Attention | None:
+    """The core named by `net.core`."""
+    if net.core == "lstm":
+        return LSTM(features, net.core_size)
+    if net.core == "attention":
+        if net.core_size % net.heads:
+            raise ConfigError(f"net.heads: {net.heads} does not divide net.core_size {net.core_size}")
+        return Attention(features, net.core_size, net.window, net.heads)
+    return None
 
 
 def make_torso(shape: tuple[int, ...], net: Net, given: Callable[..., Any] | None = None) -> Any:
     """The torso named by `net.torso`, or what `given(shape)` returns.
 
     Raises:
-        ConfigError: it cannot be imported, or has no `out_features`.
+        ConfigError: it cannot be imported, has no `out_features`, or does not fit the observations.
     """
-    if given is None and net.torso == "mlp":
-        return MLP(shape, net.hidden, net.activation)
     if given is None:
-        path, _, name = net.torso.replace(":", ".").rpartition(".")
+        name = net.torso if net.torso != "auto" else "nature" if image_like(shape) else "mlp"
+        if name == "mlp":
+            return MLP(shape, net.hidden, net.activation)
+        if name in IMAGES:
+            return IMAGES[name](shape)
+        path, _, attribute = net.torso.replace(":", ".").rpartition(".")
         try:
-            given = getattr(importlib.import_module(path), name)
+            given = getattr(importlib.import_module(path), attribute)
             if not callable(given):
                 raise ValueError("not callable")
         except (ImportError, ValueError, AttributeError) as e:
+            near = nearest(net.torso, NAMES)
+            hint = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(
-                f"net.torso: {net.torso!r} is neither 'mlp' nor an importable 'package.module.Torso' ({e})"
+                f"net.torso: {net.torso!r} is neither one of {', '.join(NAMES)} nor an importable "
+                f"'package.module.Torso' ({e}).{hint}"
             ) from None
     torso = given(shape)
     if not isinstance(torso, nn.Module) or not hasattr(torso, "out_features"):
@@ -139,9 +126,10 @@ def initialize(policy: Policy, seed: int) -> None:
     the user's keep their own initialization, drawn from the same seed.
     """
     generator = torch.Generator().manual_seed(seed)
-    plain = isinstance(policy.torso, MLP)
+    plain = isinstance(policy.torso, OURS)
     for name, p in policy.named_parameters():
-        if not (name.startswith(("pi.", "v.", "core.")) or (plain and "torso.layers." in name)):
+        ours = name.startswith(("pi.", "v.", "core.")) or (plain and "torso." in name)
+        if not ours or "norm." in name or name.endswith("distance"):
             continue
         with torch.no_grad():
             if p.dim() < 2:
