@@ -94,7 +94,7 @@ def record_video(
     play = _Play(policy, rows, deterministic, max_steps)
     if file is None:
         with _signals() as stopped:
-            play.episodes(episodes, lambda: None, stopped)
+            play.episodes(episodes, _check_shown, stopped)
     else:
         fps = min(fps, film.FASTEST_GIF) if file.suffix.lower() == ".gif" else fps
         with _signals() as stopped, film.written(file, fps) as strip:
@@ -112,7 +112,7 @@ def record_video(
 
 def _default(run: Path, policy: Policy) -> Path:
     if (run / "state.json").exists() and run.resolve().parent.name == "checkpoints":  # a checkpoint in its run
-        run = run.resolve().parents[1]
+        run = run.parents[1] if len(run.parts) > 2 else run.resolve().parents[1]
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", policy.run.env.split(":")[-1])
     return run / "videos" / f"{name}-step{policy.steps}.mp4"
 
@@ -125,6 +125,14 @@ def _check_window(live: bool, out: object, fps: object) -> None:
         raise ConfigError("live: a window is shown instead of a file; out and fps are for files")
     if live and not display:
         raise ConfigError("live: there is no display here (DISPLAY is not set); without --live a file is written")
+
+
+def _check_shown() -> None:
+    """Where it cannot reach the display, SDL goes on without a window and says nothing."""
+    pygame = sys.modules.get("pygame")
+    hidden = pygame is not None and pygame.display.get_init() and pygame.display.get_driver() == "offscreen"
+    if hidden and "SDL_VIDEODRIVER" not in os.environ:
+        raise ConfigError(f"live: no window can be opened on the display {os.environ.get('DISPLAY')!r}")
 
 
 class _Play:

@@ -39,9 +39,8 @@ def check_frames(env, obs, steps, channels=1):
     """Each observation is the one before, one frame on; where an episode starts all its frames are the first."""
     assert env.shape == obs.shape[1:]
     assert env.stack * channels == obs.shape[1]
-    starts, n = np.ones(env.copies, bool), 0
-    before = None
-    for now, starts in [(obs, starts), *((s.obs, s.starts) for s in steps)]:
+    before, n = None, 0
+    for now, starts in [(obs, np.ones(env.copies, bool)), *((s.obs, s.starts) for s in steps)]:
         assert now.dtype == np.uint8 == env.dtype
         assert now.flags.c_contiguous
         frames = now.reshape(env.copies, env.stack, channels, *now.shape[2:])
@@ -70,11 +69,11 @@ def _closed(monkeypatch):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_an_observation_is_the_last_one_and_a_frame(form):
-    env = rows(copies=3, max_frames=80, **FORMS[form])
-    assert (env.copies, env.shape, env.stack, env.dtype) == (3, (4, 84, 84), 4, np.uint8)
+    env = rows(max_frames=80, **FORMS[form])
+    assert (env.copies, env.shape, env.stack, env.dtype) == (2, (4, 84, 84), 4, np.uint8)
     assert (env.head.kind, env.head.sizes) == ("categorical", (6,))
     obs, steps = play(env, 60)
-    assert check_frames(env, obs, steps) >= 3 * 3
+    assert check_frames(env, obs, steps) >= 2 * 3
     assert steps[-1].obs.max() > 200
 
 
@@ -88,10 +87,10 @@ def test_an_observation_is_the_last_one_and_a_frame(form):
     ],
 )
 def test_other_shapes(form, options, shape, channels):
-    env = rows(**options, max_frames=20, **FORMS[form])
+    env = rows(**options, copies=1, max_frames=40, **FORMS[form])
     assert env.shape == shape
     obs, steps = play(env, 25)
-    assert check_frames(env, obs, steps, channels) > 2
+    assert check_frames(env, obs, steps, channels) > 1
     if channels == 3:
         frame = obs[0, :3]
         assert not np.array_equal(frame[0], frame[1])
@@ -164,9 +163,8 @@ def test_the_limit_need_not_be_a_multiple_of_the_skip():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_finished_game_is_a_termination(form):
-    """Boxing is over after two minutes, Breakout when five balls are lost; the return is the score."""
     env = rows(BREAKOUT, noop_max=0, **FORMS[form])
-    obs, steps = play(env, 400, fire=True)
+    obs, steps = play(env, 250, fire=True)
     check_frames(env, obs, steps)
     ends = [(t, int(b)) for t, s in enumerate(steps) for b in np.flatnonzero(s.terminated)]
     assert ends
@@ -200,12 +198,12 @@ def test_rewards_are_the_score():
 
 def test_a_lost_life_is_terminal_while_the_game_goes_on():
     whole, lives = rows(BREAKOUT, seed=3), rows(BREAKOUT, seed=3, episodic_life=True)
-    obs, games = play(whole, 500, fire=True)
+    obs, games = play(whole, 300, fire=True)
     again, learned = play(lives, 0), []
     np.testing.assert_array_equal(obs, again[0])
     rng = np.random.default_rng(0)
     lost, counts = [], []
-    for t in range(500):
+    for t in range(300):
         action = rng.integers(4, size=2)
         learned.append(lives.step(np.ones_like(action) if t % 4 == 0 else action))
         lost.append(lives.lost)
@@ -232,7 +230,7 @@ def test_a_lost_life_is_terminal_while_the_game_goes_on():
 )
 def test_a_seed_gives_the_same_games(options):
     def seen(seed, **options):
-        obs, steps = play(rows(copies=3, seed=seed, max_frames=60, **options), 60)
+        obs, steps = play(rows(seed=seed, max_frames=80, **options), 45)
         return np.stack([obs, *(s.obs for s in steps)])
 
     first = seen(0, **options)
@@ -256,7 +254,7 @@ def test_sticky_actions_are_those_of_the_id():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_sending_and_receiving_is_a_step(form):
-    one, two = rows(max_frames=24, **FORMS[form]), rows(max_frames=24, **FORMS[form])
+    one, two = rows(max_frames=40, **FORMS[form]), rows(max_frames=40, **FORMS[form])
     one.reset()
     two.reset()
     rng = np.random.default_rng(0)
@@ -381,7 +379,7 @@ def test_wrappers_go_on_from_a_saved_state_and_the_native_form_does_not():
 )
 def test_options_that_make_no_sense(options, said):
     with pytest.raises(ConfigError) as e:
-        rows(**options)
+        rows(copies=1, **options)
     assert said in str(e.value)
 
 
@@ -418,8 +416,10 @@ def test_names_that_are_not(name):
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("ALE/Pongg-v5", "ALE/Pong-v5"), ("BreakoutNoFrameskip", "BreakoutNoFrameskip-v4"), ("ALE/breakout-v5", "ALE/Breakout-v5"),
-     ("KaboomNoFrameskip-v4", "NoFrameskip-v4"), ("Breakout-v5", "ALE/Breakout-v5")],
+    [
+        ("ALE/Pongg-v5", "ALE/Pong-v5"), ("ALE/breakout-v5", "ALE/Breakout-v5"), ("Breakout-v5", "ALE/Breakout-v5"),
+        ("BreakoutNoFrameskip", "BreakoutNoFrameskip-v4"), ("KaboomNoFrameskip-v4", "NoFrameskip-v4"),
+    ],
 )  # fmt: skip
 def test_an_unknown_game_names_near_ones(name, near, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -154,8 +154,7 @@ class Stack:
     SLACK = 12
 
     def __init__(self, rows: int, frames: int, shape: tuple[int, ...]) -> None:
-        self.frames, self.at = frames, 0
-        self.strip: Array = np.zeros((rows, frames + self.SLACK, *shape), np.uint8)
+        self.frames, self.at, self.strip = frames, 0, np.zeros((rows, frames + self.SLACK, *shape), np.uint8)
 
     def push(self, frame: Array, starts: Array) -> Array:
         """Add a frame `[rows, *shape]`; rows that start have no other. Returns a copy `[rows, frames, *shape]`."""
@@ -173,9 +172,8 @@ class Stack:
 class Atari(Native):
     """Rows of a game in ale-py's vector form.
 
-    Observations are `[stack, size, size]` bytes, the newest frame last (in colour: three channels a frame).
-    Each is the one before without its oldest frame and with one more; where an episode starts, all its
-    frames are the first one.
+    Observations are `[stack, size, size]` bytes, the newest frame last (in colour: three channels a frame):
+    the one before, one frame on; where an episode starts, its first frame `stack` times.
 
     Attributes:
         stack: frames of an observation.
@@ -246,23 +244,21 @@ class Atari(Native):
         self.ended = terminated | truncated
         self.lost = np.zeros(self.copies, bool)
         if self.options.episodic_life:
-            # a game may show no lives for a while before it is over, as Q*bert does
-            died = (lives < self.lives) & (lives > 0) & valid
+            died = (lives < self.lives) & (lives > 0) & valid  # Q*bert has none left long before its end
             self.lost = died & ~self.ended
             terminated, starts = terminated | died, starts | self.lost
         self.lives = lives
         return Step(self._stacked(frame, starts), reward.astype(np.float32), terminated, truncated, valid, starts)
 
     def _replaced(self, frame: Array, lives: Array) -> tuple[Array, Array, Array, Array]:
-        """Frames, lives, starts and valid after the rows in `again` were reset, whatever they had done."""
+        """Frames, lives, starts and valid with the rows in `again` reset, whatever their step gave."""
         rows, self.again = self.again, np.zeros(self.copies, bool)
         anew, info = self.env.reset(options={"reset_mask": rows})
         frame[rows], lives[rows] = anew[rows], info["lives"][rows]
         return frame, lives, self.ended | rows, ~(self.ended | rows)
 
     def _stacked(self, frame: Array, starts: Array) -> Array:
-        frame = frame[:, 0]
-        frame = frame[:, None] if self.options.grayscale else frame.transpose(0, 3, 1, 2)
+        frame = frame if self.options.grayscale else frame[:, 0].transpose(0, 3, 1, 2)
         return self.frames.push(frame, starts).reshape(self.copies, *self.shape)
 
     def replace(self, row: int) -> None:
@@ -278,7 +274,7 @@ class Atari(Native):
 
     def close(self) -> None:
         """End the threads."""
-        self.env = None
+        self.env = None  # they end with the object
 
 
 class Wrapped(Copies):
