@@ -278,6 +278,9 @@ def test_an_action_is_sent_once():
     env.send(np.zeros(2, np.int64))
     env.reset()  # gives up the step
     assert env.step(np.zeros(2, np.int64)).valid.all()
+    env.send(np.array([0, 6]))  # was not begun
+    env.reset()
+    assert env.step(np.zeros(2, np.int64)).valid.all()
     env.send(np.zeros(2, np.int64))  # closed with a step under way
 
 
@@ -381,6 +384,12 @@ def test_options_that_make_no_sense(options, said):
     with pytest.raises(ConfigError) as e:
         rows(copies=1, **options)
     assert said in str(e.value)
+
+
+def test_wrappers_need_opencv(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    with pytest.raises(ConfigError, match="pip install opencv-python-headless"):
+        rows(wrappers=True)
 
 
 def test_what_only_one_form_can_do():

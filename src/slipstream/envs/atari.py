@@ -197,9 +197,9 @@ class Atari(Native):
 
     def reset(self) -> tuple[Array, Array | None]:
         """Begin an episode in every copy."""
-        if self.sent:
-            self.sent = False
+        if self.sent and self.error is None:
             self.env.recv()
+        self.sent = False
         frame, info = self.env.reset(seed=self.rng.integers(2**31, size=self.copies))
         no, yes = np.zeros(self.copies, bool), np.ones(self.copies, bool)
         self.ended, self.again, self.lost, self.lives = no, no.copy(), no.copy(), info["lives"]
