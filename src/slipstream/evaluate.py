@@ -199,7 +199,10 @@ def _play(policy: Policy, env: Any, episodes: int, deterministic: bool, limit: i
         totals += step.reward * step.valid
         lengths += step.valid
         over = lengths >= limit
-        for b in np.flatnonzero(step.terminated | step.truncated | over):
+        ended = step.terminated | step.truncated
+        if step.lost is not None:  # a lost life ends no game
+            ended &= ~step.lost
+        for b in np.flatnonzero(ended | over):
             if quota[b]:
                 done.append((float(totals[b]), int(lengths[b])))
                 quota[b] -= 1

@@ -37,6 +37,7 @@ class Step(NamedTuple):
         final: where the environment resets in the same step: (row ids, their final observations).
         mask: bool `[B, actions]`, actions allowed next, or None.
         failures: a sentence for each copy that raised and was replaced.
+        lost: bool `[B]`, terminated by a lost life only: the game and its return go on; None where that cannot be.
     """
 
     obs: Array
@@ -48,6 +49,7 @@ class Step(NamedTuple):
     final: tuple[Array, Array] | None = None
     mask: Array | None = None
     failures: tuple[str, ...] = ()
+    lost: Array | None = None
 
 
 class Environment(Protocol):
@@ -137,6 +139,7 @@ class Collector:
             state=zeros(B, state_size),
         )
         self.raw_reward = zeros(T, B)
+        self.lost = zeros(T, B, dtype=bool)
         self.state = zeros(B, state_size)  # recurrent state now
         self.starts = np.ones(B, bool)
         self.returns, self.lengths = np.zeros(B), np.zeros(B, np.int64)
@@ -170,6 +173,7 @@ class Collector:
             obs_out[t + 1], r.action[t], self.raw_reward[t] = step.obs, action, step.reward
             r.terminated[t], r.truncated[t] = step.terminated, step.truncated
             r.valid[t], r.starts[t + 1] = step.valid, step.starts
+            self.lost[t] = False if step.lost is None else step.lost
             self.mask = step.mask
             if step.final is not None:
                 self._value_final(t, step, state)
@@ -201,8 +205,10 @@ class Collector:
         """Scale rewards, gather moments and the statistics of finished episodes."""
         r.samples = int(r.valid.sum())
         ended = r.terminated | r.truncated | (~r.valid & r.starts[1:])
-        self._episodes(r, ended)
+        self._episodes(r, ended & ~self.lost)
         r.reward[:] = self.raw_reward
+        if getattr(self.env, "reward_clip", False):  # learned from, never reported
+            np.clip(r.reward, -1, 1, out=r.reward)
         if self.normalizer.reward:
             self.normalizer.rewards(r.reward)
         r.moments = self.normalizer.gather(self.raw, self.raw_reward, r, ended, self.discounted)

@@ -476,3 +476,29 @@ def test_a_run(tmp_path, capsys):
     arguments = ["ALE/Pong-v5", "--backend", "thread", "--workers", "1", "--copies", "2", "--total-steps", "100"]
     assert cli.run(["train", *arguments, "--run", str(tmp_path / "r"), "--env-kwargs", "{size: 42}"]) == 0
     assert capsys.readouterr().out
+
+
+def test_returns_are_of_the_game_and_rewards_learned_from_are_clipped():
+    """Scores of all lives together are reported, raw; what is learned from is clipped, and ends with each life."""
+    from functools import partial
+
+    from slipstream.actions import sample
+    from slipstream.counters import ROW
+    from slipstream.rollout import Collector, Normalizer
+
+    env = rows(BREAKOUT, 1, episodic_life=True, fire_reset=True, noop_max=0)
+    logits = np.zeros((1, env.head.outputs), np.float32)
+    zero, none = np.zeros(1, np.float32), np.zeros((1, 0), np.float32)
+    c = Collector(
+        env, 1500, lambda o, s, b: (logits, none), lambda o, s, b: (zero, none), partial(sample, env.head),
+        np.random.Generator(np.random.PCG64(0)), 0, Normalizer(env.shape, False, False, 0.99), np.zeros(ROW),
+    )  # fmt: skip
+    r = c.collect(0, lambda: False)
+    assert r is not None
+    lives, games = int(r.terminated.sum()), len(r.episodes)
+    assert games >= 1
+    assert lives >= 5 * games  # Breakout has five lives
+    first = r.episodes[0][0]
+    assert r.episodes[0][1] == c.raw_reward[: first + 1].sum()
+    assert set(np.unique(r.reward)) <= {-1.0, 0.0, 1.0}
+    env.close()

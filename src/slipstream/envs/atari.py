@@ -248,7 +248,8 @@ class Atari(Native):
             self.lost = died & ~self.ended
             terminated, starts = terminated | died, starts | self.lost
         self.lives = lives
-        return Step(self._stacked(frame, starts), reward.astype(np.float32), terminated, truncated, valid, starts)
+        stacked = self._stacked(frame, starts)
+        return Step(stacked, reward.astype(np.float32), terminated, truncated, valid, starts, lost=self.lost)
 
     def _replaced(self, frame: Array, lives: Array) -> tuple[Array, Array, Array, Array]:
         """Frames, lives, starts and valid with the rows in `again` reset, whatever their step gave."""
