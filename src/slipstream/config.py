@@ -6,7 +6,9 @@ dataclass whose type depends on `algorithm`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import importlib
 import types
 import typing
@@ -341,16 +343,21 @@ def preset(env: str, algorithm: str | None = None) -> dict[str, Any]:
     Under the name of another algorithm than its own, a preset says what is different for that. Where it says
     nothing of an algorithm, its hyper-parameters are not for it and are left out.
     """
-    for file in sorted((HERE / "presets").glob("*.yaml")):
-        families = yaml.safe_load(file.read_text())
-        for ids, options in families.items():
-            if env.split(":")[-1] in str(ids).split():
-                others = {name: options.pop(name) for name in names("algos") if name in options}
-                if algorithm is None or algorithm == options.get("algorithm", Run.algorithm):
-                    return dict(options)
-                options.pop("algo", None)
-                return {**options, **others.get(algorithm, {}), "algorithm": algorithm}
-    return {} if algorithm is None else {"algorithm": algorithm}
+    options = copy.deepcopy(_presets().get(env.split(":")[-1]))
+    if options is None:
+        return {} if algorithm is None else {"algorithm": algorithm}
+    others = {name: options.pop(name) for name in names("algos") if name in options}
+    if algorithm is None or algorithm == options.get("algorithm", Run.algorithm):
+        return options
+    options.pop("algo", None)
+    return {**options, **others.get(algorithm, {}), "algorithm": algorithm}
+
+
+@functools.cache
+def _presets() -> dict[str, dict[str, Any]]:
+    """What each id has in presets/."""
+    files = sorted((HERE / "presets").glob("*.yaml"))
+    return {name: options for file in files for ids, options in read_yaml(file).items() for name in str(ids).split()}
 
 
 def differences(old: Run, new: Run) -> list[str]:

@@ -31,8 +31,6 @@ def environments() -> list[dict[str, Any]]:
     from slipstream.envs import atari
 
     found = []
-    files = [config.read_yaml(f) for f in (config.HERE / "presets").glob("*.yaml")]
-    presets = {name for families in files for ids in families for name in str(ids).split()}
     if installed("ale_py"):
         importlib.import_module("ale_py")  # registers its games
     else:
@@ -46,7 +44,7 @@ def environments() -> list[dict[str, Any]]:
             if str(spec.entry_point or spec.vector_entry_point).startswith(module) and not installed(package):
                 needs = f"needs {package}" + (f": pip install 'slipstream-rl[{extra}]'" if extra else "")
         vector = spec.vector_entry_point is not None or atari.owns(name)
-        found.append({"id": name, "preset": name in presets, "vector": vector, "needs": needs})
+        found.append({"id": name, "preset": bool(config.preset(name)), "vector": vector, "needs": needs})
     return found
 
 

@@ -29,19 +29,18 @@ def check(out: Path) -> None:
     Raises:
         ConfigError: another suffix, a missing extra, or a directory.
     """
-    kind = KINDS.get(out.suffix.lower())
-    if kind is None:
+    if out.suffix.lower() not in KINDS:
         raise ConfigError(f"out: {out} ends in neither {' nor '.join(KINDS)}")
     try:
-        importlib.import_module(kind.needs)
+        importlib.import_module("imageio_ffmpeg")
     except ImportError:
-        raise ConfigError(f"{out.suffix} needs {kind.needs}: pip install 'slipstream-rl[video]'") from None
+        raise ConfigError("a video needs imageio_ffmpeg: pip install 'slipstream-rl[video]'") from None
     if out.is_dir():
         raise ConfigError(f"out: {out} is a directory")
 
 
 @contextmanager
-def written(out: Path, fps: float) -> Iterator[Mp4 | Gif]:
+def written(out: Path, fps: float) -> Iterator[Film]:
     """What takes the frames of a file, which gets its name at the end; of one that fails nothing is left.
 
     Raises:
@@ -53,7 +52,7 @@ def written(out: Path, fps: float) -> Iterator[Mp4 | Gif]:
     except (FileExistsError, NotADirectoryError) as e:
         raise ConfigError(f"out: cannot make {out.parent}: {e.strerror}") from None
     temporary = out.with_name(f".{out.stem}.{os.getpid()}{out.suffix.lower()}")
-    film = KINDS[out.suffix.lower()](temporary, fps)
+    film = Film(temporary, fps)
     try:
         yield film
         if film.frames:
@@ -64,13 +63,12 @@ def written(out: Path, fps: float) -> Iterator[Mp4 | Gif]:
         temporary.unlink(missing_ok=True)
 
 
-class Mp4:
-    """H.264 by ffmpeg, which every browser plays. Sizes must be even: odd ones get a row or column more."""
-
-    needs = "imageio_ffmpeg"
+class Film:
+    """Frames on their way through ffmpeg into a file."""
 
     def __init__(self, path: Path, fps: float) -> None:
         self.path, self.fps, self.frames = path, fps, 0
+        self.even = path.suffix == ".mp4"  # H.264 needs it: odd sizes get a row or column more
         self.shape: tuple[int, ...] = ()
         self.process: subprocess.Popen[bytes] | None = None
         self.said = tempfile.TemporaryFile()  # noqa: SIM115  (a pipe nobody reads would fill)
@@ -78,10 +76,12 @@ class Mp4:
     def add(self, frame: Array) -> None:
         """Encode one frame, uint8 `[height, width, 3]`."""
         height, width = frame.shape[:2]
-        frame = np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), "edge")
+        if self.even:
+            frame = np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), "edge")
         if self.process is None:
             self.shape, self.process = frame.shape, self._start(*frame.shape[:2])
-        _same(frame.shape, self.shape)
+        if frame.shape != self.shape:
+            raise RunFailed(f"the environment's pictures changed their size from {self.shape} to {frame.shape}")
         try:
             cast(BinaryIO, self.process.stdin).write(frame.tobytes())
         except BrokenPipeError:
@@ -94,11 +94,10 @@ class Mp4:
         try:
             program = imageio_ffmpeg.get_ffmpeg_exe()
         except RuntimeError as e:
-            raise ConfigError(f".mp4 needs ffmpeg: {e}") from None
+            raise ConfigError(f"a video needs ffmpeg: {e}") from None
         return subprocess.Popen(
             [program, "-y", "-v", "error", "-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}",
-             "-r", f"{self.fps:.10g}", "-i", "-", "-an", "-c:v", "libx264", "-crf", "20", "-pix_fmt", "yuv420p",
-             "-movflags", "+faststart", str(self.path.resolve())],
+             "-r", f"{self.fps:.10g}", "-i", "-", *KINDS[self.path.suffix], str(self.path.resolve())],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self.said,
             start_new_session=True,  # Ctrl-C is for us
         )  # fmt: skip
@@ -126,50 +125,25 @@ class Mp4:
         self.said.close()
 
 
-class Gif:
-    """An animated GIF by Pillow; each frame holds what has changed, in up to 256 colours of its own."""
-
-    needs = "PIL.Image"
-
-    def __init__(self, path: Path, fps: float) -> None:
-        self.path, self.fps, self.frames = path, min(fps, FASTEST_GIF), 0
-        self.before: Any = None
-        self.file = open(path, "wb")  # noqa: SIM115
-
-    def add(self, frame: Array) -> None:
-        """Encode one frame, uint8 `[height, width, 3]`."""
-        from PIL import GifImagePlugin, Image, ImageChops
-
-        image, at = Image.fromarray(np.ascontiguousarray(frame)), (0, 0, 1, 1)
-        if self.before is None:
-            width, height = image.size
-            self.file.write(b"GIF89a" + width.to_bytes(2, "little") + height.to_bytes(2, "little") + bytes(3))
-            self.file.write(b"\x21\xff\x0bNETSCAPE2.0\x03\x01\x00\x00\x00")  # again and again
-            at = (0, 0, width, height)
-        else:
-            _same(image.size, self.before.size)
-            at = ImageChops.difference(image, self.before).getbbox() or at
-        self.before = image
-        delay = round((self.frames + 1) * 100 / self.fps) - round(self.frames * 100 / self.fps)  # 1/100 s; no drift
-        part = image.crop(at).quantize(256)
-        self.file.writelines(
-            GifImagePlugin.getdata(part, at[:2], duration=10 * delay, disposal=1, include_color_table=True)
-        )
-        self.frames += 1
-
-    def finish(self) -> None:
-        """Write the end."""
-        self.file.write(b";")
-        self.file.close()
-
-    def close(self) -> None:
-        """Release everything, in whatever state it is."""
-        self.file.close()
-
-
-def _same(size: tuple[int, ...], first: tuple[int, ...]) -> None:
-    if size != first:
-        raise RunFailed(f"the environment's pictures changed their size from {first} to {size}")
-
-
-KINDS: dict[str, type[Mp4] | type[Gif]] = {".mp4": Mp4, ".gif": Gif}
+KINDS = {  # how ffmpeg writes each suffix; every browser plays them
+    ".mp4": [
+        "-an",
+        "-c:v",
+        "libx264",
+        "-crf",
+        "20",
+        "-pix_fmt",
+        "yuv420p",
+        "-movflags",
+        "+faststart",
+    ],  # every browser plays it
+    # 256 colours of its own for each frame: nothing has to wait for the last one
+    ".gif": [
+        "-vf",
+        "split[a][b];[a]palettegen=stats_mode=single[p];[b][p]paletteuse=new=1:dither=none",
+        "-gifflags",
+        "-transdiff",
+        "-loop",
+        "0",
+    ],
+}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -82,29 +80,8 @@ def _plain(
 def _game(policy: Policy, mode: str, seeds: np.random.SeedSequence) -> tuple[gym.Copies, float | None]:
     """An Atari game behind Gymnasium's wrappers, which give the observations of the vector form. Whole games."""
     run = policy.run
-    spec = copy.deepcopy(gym.find(run.env))
-    given = atari.options(run.env, run.env_kwargs, float(spec.kwargs["repeat_action_probability"]))
-    spec.kwargs["render_mode"] = mode
-    o = dataclasses.replace(given, wrappers=True)
-    try:
-        rows = atari.Wrapped(o, lambda: _Fire(atari._wrapped(spec, o), o.fire_reset), 1, seeds, 0)
-    except gymnasium.error.DependencyNotInstalled:
-        raise ConfigError(f"env: to render {run.env} OpenCV is needed: pip install opencv-python-headless") from None
-    return rows, ATARI_FPS / o.frame_skip
-
-
-class _Fire(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Presses fire where an episode begins, if that is wanted and there is such an action."""
-
-    def __init__(self, env: Any, wanted: bool) -> None:
-        super().__init__(env)
-        self.wanted = wanted and env.unwrapped.get_action_meanings()[1] == "FIRE"
-
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        obs, info = self.env.reset(**kwargs)
-        if self.wanted:
-            obs, *_, info = self.env.step(1)
-        return obs, info
+    kwargs = atari.drawn(run.env_kwargs, mode)
+    return cast(gym.Copies, atari.make(run.env, 1, seeds, kwargs, 0)), ATARI_FPS / kwargs.get("frame_skip", 4)
 
 
 def picture(env: Any, name: str) -> Array:

@@ -174,7 +174,6 @@ def test_a_finished_game_is_a_termination(form):
         assert not after.valid[b]
         assert after.starts[b]
         assert after.reward[b] == 0
-    assert not env.lost.any()
 
 
 def test_collected_rollouts_count_steps_and_episodes():
@@ -206,7 +205,7 @@ def test_a_lost_life_is_terminal_while_the_game_goes_on():
     for t in range(300):
         action = rng.integers(4, size=2)
         learned.append(lives.step(np.ones_like(action) if t % 4 == 0 else action))
-        lost.append(lives.lost)
+        lost.append(learned[-1].lost)
         counts.append(lives.lives)
     check_frames(lives, obs, learned)
     for game, step, gone in zip(games, learned, lost, strict=True):
@@ -252,9 +251,8 @@ def test_sticky_actions_are_those_of_the_id():
 # -- sending and receiving -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_sending_and_receiving_is_a_step(form):
-    one, two = rows(max_frames=40, **FORMS[form]), rows(max_frames=40, **FORMS[form])
+def test_sending_and_receiving_is_a_step():
+    one, two = rows(max_frames=40), rows(max_frames=40)
     one.reset()
     two.reset()
     rng = np.random.default_rng(0)

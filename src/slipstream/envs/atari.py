@@ -62,7 +62,7 @@ BOUNDS = {
     "frame_skip": (1, 1000), "size": (8, 1000), "stack": (1, 100), "noop_max": (0, 10_000), "sticky": (0, 1),
     "max_frames": (1, 2**31 - 1), "threads": (1, 1000),
 }  # fmt: skip
-ONLY_NATIVE = ("episodic_life", "fire_reset", "threads")
+ONLY_NATIVE = ("episodic_life", "threads")
 ONLY_WRAPPERS = ("mode", "difficulty", "render_mode")
 
 
@@ -130,18 +130,30 @@ def _vector(game: str, copies: int, o: Options) -> Any:
 def _wrapped(spec: Any, o: Options) -> Any:
     """One game behind Gymnasium's wrappers, with the same observations."""
     variant = {k: getattr(o, k) for k in ONLY_WRAPPERS if getattr(o, k) not in (-1, "")}
-    env = gym.make(
+    env: Any = gym.make(
         spec, disable_env_checker=True, frameskip=1, repeat_action_probability=o.sticky,
         full_action_space=o.full_action_space, max_num_frames_per_episode=o.max_frames, **variant,
     )  # fmt: skip
     env = gym.wrappers.AtariPreprocessing(
         env, noop_max=o.noop_max, frame_skip=o.frame_skip, screen_size=o.size, grayscale_obs=o.grayscale
     )
+    if o.fire_reset and env.unwrapped.get_action_meanings()[1] == "FIRE":
+        env = Fire(env)
     if not o.grayscale:
         box = gym.spaces.Box(0, 255, (3, o.size, o.size), np.uint8)
         env = gym.wrappers.TransformObservation(env, lambda frame: frame.transpose(2, 0, 1), box)
     env = gym.wrappers.FrameStackObservation(env, o.stack, padding_type="reset")
     return gym.wrappers.ReshapeObservation(env, _shape(o))
+
+
+class Fire(gym.Wrapper[Any, Any, Any, Any]):
+    """Presses FIRE where a game begins."""
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Begin a game."""
+        self.env.reset(**kwargs)
+        obs, *_, info = self.env.step(1)
+        return obs, info
 
 
 def _shape(o: Options) -> tuple[int, int, int]:
@@ -178,7 +190,6 @@ class Atari(Native):
     Attributes:
         stack: frames of an observation.
         reward_clip: whether to learn from rewards clipped to [-1, 1]; `Step.reward` is always the score.
-        lost: bool `[B]`, rows in which the last step's `terminated` is a lost life only: the game goes on.
     """
 
     def __init__(
@@ -190,7 +201,6 @@ class Atari(Native):
         self.shape = self.encoder.shape
         self.frames = Stack(copies, o.stack, (self.shape[0] // o.stack, o.size, o.size))
         self.again = np.zeros(copies, bool)
-        self.lost = np.zeros(copies, bool)
         self.lives = np.zeros(copies, np.int32)
         self.sent = False
         self.error: Exception | None = None
@@ -202,7 +212,7 @@ class Atari(Native):
         self.sent = False
         frame, info = self.env.reset(seed=self.rng.integers(2**31, size=self.copies))
         no, yes = np.zeros(self.copies, bool), np.ones(self.copies, bool)
-        self.ended, self.again, self.lost, self.lives = no, no.copy(), no.copy(), info["lives"]
+        self.ended, self.again, self.lives = no, no.copy(), info["lives"]
         return self._stacked(frame, yes), None
 
     def step(self, action: Array) -> Step:
@@ -242,14 +252,14 @@ class Atari(Native):
             frame, lives, starts, valid = self._replaced(frame, lives)
             reward[~valid], terminated[~valid], truncated[~valid] = 0, False, False
         self.ended = terminated | truncated
-        self.lost = np.zeros(self.copies, bool)
+        lost = None
         if self.options.episodic_life:
             died = (lives < self.lives) & (lives > 0) & valid  # Q*bert has none left long before its end
-            self.lost = died & ~self.ended
-            terminated, starts = terminated | died, starts | self.lost
+            lost = died & ~self.ended
+            terminated, starts = terminated | died, starts | lost
         self.lives = lives
         stacked = self._stacked(frame, starts)
-        return Step(stacked, reward.astype(np.float32), terminated, truncated, valid, starts, lost=self.lost)
+        return Step(stacked, reward.astype(np.float32), terminated, truncated, valid, starts, lost=lost)
 
     def _replaced(self, frame: Array, lives: Array) -> tuple[Array, Array, Array, Array]:
         """Frames, lives, starts and valid with the rows in `again` reset, whatever their step gave."""
@@ -286,16 +296,3 @@ class Wrapped(Copies):
     ) -> None:
         super().__init__(build, copies, seeds, failures)
         self.options, self.stack, self.reward_clip = o, o.stack, o.reward_clip
-        self.lost = np.zeros(copies, bool)
-        self.action: Array | None = None
-
-    def send(self, action: Array) -> None:
-        """Keep the action for `recv`."""
-        self.action = action
-
-    def recv(self) -> Step:
-        """Step with the action sent."""
-        if self.action is None:
-            raise RuntimeError("a step was received with no action sent")
-        action, self.action = self.action, None
-        return self.step(action)

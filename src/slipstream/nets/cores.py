@@ -40,7 +40,7 @@ class LSTM(nn.Module):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
 
     def _run(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        h, c = (part.unsqueeze(0).contiguous() for part in state.to(x.dtype).chunk(2, -1))
+        h, c = (part.unsqueeze(0).contiguous() for part in state.chunk(2, -1))
         out, (h, c) = self.cell(x, (h, c))
         return out, torch.cat([h[0], c[0]], -1)
 
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         h, own = self.lstm(x, own, starts, carry)
         before, past = self._before(held[:, 0], starts), seen.view(B, W - 1, self.size).transpose(0, 1)
         known = torch.arange(W - 1, 0, -1).unsqueeze(-1) <= held[:, 0].nan_to_num()
-        past = torch.where(known.unsqueeze(-1), past, torch.zeros(())).to(h.dtype)
+        past = torch.where(known.unsqueeze(-1), past, torch.zeros(()))
         line = torch.cat([past, h])  # [W - 1 + T, B, size]
         q, k, v = self.qkv(self.norm(line)).chunk(3, -1)
         d = self.size // self.heads
@@ -118,7 +118,7 @@ class Attention(nn.Module):
         y = h + self.out(mixed)
         if not carry:
             return y, state
-        held = (before[-1] + 1).clamp(max=W - 1).unsqueeze(-1).to(h.dtype)
+        held = (before[-1] + 1).clamp(max=W - 1).unsqueeze(-1).float()
         mine = far[1:].unsqueeze(-1) <= before[-1]  # the rest is another episode's
         kept = (
             torch.where(mine.unsqueeze(-1), line[T:], torch.zeros(())).transpose(0, 1).reshape(B, (W - 1) * self.size)

@@ -75,7 +75,7 @@ class Policy(nn.Module):
         value = self.v(x if self.value_torso is None else self.value_torso(flat))
         if self.log_std is not None:
             params = torch.cat([params, self.log_std.expand_as(params)], -1)
-        return (params.view(T, B, -1).float(), value.view(T, B).float()), state
+        return (params.view(T, B, -1), value.view(T, B)), state
 
 
 def make_core(features: int, net: Net) -> LSTM | Attention | None:

@@ -1,7 +1,6 @@
 """Torsos: observations `[N, *shape]` to features `[N, out_features]`. Floats as they come, uint8 images as bytes.
 
-Bytes are scaled to [0, 1] by dividing the first layer's weights, not the images: that is thousands of numbers
-instead of millions, and 0 … 255 are exact in bfloat16 too.
+Images are scaled to [0, 1] by dividing the first layer's weights: thousands of numbers instead of millions.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from slipstream.errors import ConfigError
 
 SMALLEST = 36  # pixels a side below which the convolutions have nothing left
+MOST_CHANNELS = 16
 
 
 class MLP(nn.Module):
@@ -46,8 +47,8 @@ class Convolutions(nn.Module):
     ) -> None:  # fmt: skip
         """`layers`: (channels, kernel, stride) of each convolution."""
         super().__init__()
-        self.channels, height, width, self.last = _image(shape)
-        before, made = self.channels, []
+        before, height, width, self.last = _image(shape)
+        made = []
         for channels, kernel, stride in layers:
             made.append(nn.Conv2d(before, channels, kernel, stride))
             height, width, before = (height - kernel) // stride + 1, (width - kernel) // stride + 1, channels
@@ -68,8 +69,7 @@ class Residual(nn.Module):
 
     def __init__(self, shape: tuple[int, ...], depths: tuple[int, ...] = (16, 32, 32), features: int = 256) -> None:
         super().__init__()
-        self.channels, height, width, self.last = _image(shape)
-        before = self.channels
+        before, height, width, self.last = _image(shape)
         entries: list[nn.Module] = []
         blocks: list[nn.Module] = []
         for depth in depths:
@@ -107,30 +107,33 @@ OURS = (MLP, Convolutions, Residual)
 
 def image_like(shape: tuple[int, ...]) -> bool:
     """Whether observations of this shape are images large enough for convolutions."""
-    return len(shape) == 3 and (
-        (shape[0] <= 16 and min(shape[1:]) >= SMALLEST) or (shape[2] <= 16 and min(shape[:2]) >= SMALLEST)
-    )
+    return _layout(shape) is not None
+
+
+def _layout(shape: tuple[int, ...]) -> tuple[int, int, int, bool] | None:
+    """(channels, height, width, whether channels come last) of images, channels first if both would do."""
+    if len(shape) == 3:
+        for (channels, height, width), last in ((shape, False), ((shape[2], *shape[:2]), True)):
+            if channels <= MOST_CHANNELS and min(height, width) >= SMALLEST:
+                return channels, height, width, last
+    return None
 
 
 def _image(shape: tuple[int, ...]) -> tuple[int, int, int, bool]:
-    """(channels, height, width, whether channels come last)."""
-    if not image_like(shape):
+    found = _layout(shape)
+    if found is None:
         raise ConfigError(
-            f"net.torso: convolutions need images of at least {SMALLEST}x{SMALLEST} pixels and at most 16 channels, "
-            f"observations are {shape}; use --net.torso mlp"
+            f"net.torso: convolutions need images of at least {SMALLEST}x{SMALLEST} pixels and at most "
+            f"{MOST_CHANNELS} channels, observations are {shape}; use --net.torso mlp"
         )
-    last = not (shape[0] <= 16 and min(shape[1:]) >= SMALLEST)
-    return (shape[2], shape[0], shape[1], True) if last else (shape[0], shape[1], shape[2], False)
+    return found
 
 
 def _prepare(x: Tensor, last: bool) -> tuple[Tensor, float]:
-    """Channels first, as floats of the kind the convolutions compute with, and the factor still to be applied."""
+    """Floats with channels first, and the factor still to be applied."""
     if last:
         x = x.permute(0, 3, 1, 2)
-    if x.dtype != torch.uint8:
-        return x, 1.0
-    kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
-    return x.to(kind), 1.0 / 255.0
+    return (x.float(), 1.0 / 255.0) if x.dtype == torch.uint8 else (x, 1.0)
 
 
 def _scaled(layer: nn.Module, x: Tensor, scale: float) -> Tensor:
@@ -138,5 +141,5 @@ def _scaled(layer: nn.Module, x: Tensor, scale: float) -> Tensor:
     if scale == 1.0:
         y: Tensor = layer(x)
         return y
-    conv: nn.Conv2d = layer  # type: ignore[assignment]
+    conv = cast(nn.Conv2d, layer)
     return F.conv2d(x, conv.weight * scale, conv.bias, conv.stride, conv.padding)
